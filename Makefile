@@ -1,0 +1,85 @@
+# Everything a developer runs. Each target sets up what it needs, on a fresh machine too.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+# The first interpreter of at least 3.11 that can make a virtual environment.
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	  "$$python" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	  && echo "$$python" && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.up-to-date
+SOURCES := nodeagent operator tests benchmarks
+
+##@ Use
+
+.PHONY: help
+help: ## List the targets
+	@awk 'BEGIN { FS = ":.*## " } \
+	  /^##@ / { printf "\n%s\n", substr($$0, 5) } \
+	  /^[a-z0-9-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: venv
+venv: $(READY) ## Make .venv from the lock (python -m venv and pip only); nothing to do when up to date
+
+$(READY): requirements/dev.txt pyproject.toml
+	@test -n "$(PYTHON)" || { \
+	  echo "no Python 3.11 or newer with venv and ensurepip found: install one, or set PYTHON=" >&2; exit 1; }
+	"$(PYTHON)" -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --require-hashes --requirement requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+##@ Check
+
+.PHONY: check
+check: $(READY) verify ## Formatting, lint, types, layers, spelling, generated files
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/mypy nodeagent operator tests benchmarks
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+
+.PHONY: fmt
+fmt: $(READY) ## Format the code and apply the safe fixes of the linter
+	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/ruff check --fix $(SOURCES)
+
+.PHONY: test
+test: $(READY) ## Unit and integration tests with the coverage gates
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest tests/unit tests/integration
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --fail-under=95
+	$(BIN)/coverage report --fail-under=100 --include='*/protocol/*,*/liveness/*'
+
+.PHONY: unit
+unit: $(READY) ## Unit tests: no sockets, threads or sleeps
+	$(BIN)/pytest tests/unit
+
+.PHONY: integration
+integration: $(READY) ## Integration tests: the real agent as a process, real clients
+	$(BIN)/pytest tests/integration
+
+##@ Maintain
+
+.PHONY: generate
+generate: $(READY) ## Write the generated references again
+	$(BIN)/python docs/generate.py
+
+.PHONY: verify
+verify: $(READY) ## Fail if a generated reference is out of date
+	$(BIN)/python docs/generate.py --check
+
+.PHONY: lock
+lock: ## Resolve the dependencies again into requirements/ (needs uv)
+	uv pip compile --no-config --quiet --universal --python-version 3.11 --generate-hashes \
+	  --no-emit-index-url --no-emit-find-links --no-header --upgrade \
+	  --all-extras --group dev --output-file requirements/dev.txt pyproject.toml
+
+.PHONY: clean
+clean: ## Remove .venv, caches and build output
+	rm -rf $(VENV) .venvs build dist htmlcov .coverage* .hypothesis .*_cache
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
