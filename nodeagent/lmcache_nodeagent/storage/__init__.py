@@ -1,0 +1,1 @@
+"""L1: cached chunks in shared memory."""
