@@ -1,0 +1,1 @@
+"""The wire of LMCache's multiprocess mode: operations, messages, codec."""
