@@ -1,0 +1,382 @@
+"""What the agent can be told: one frozen object, each setting once, with its default and bounds.
+
+Flags, environment variables, `--help`, the reference in `docs/` and the operator's rendering all
+derive from the fields (`config_flags.py`); `config_parsing.py` reads them. Names and defaults that
+`lmcache server` 0.5.6 has too are kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lmcache_nodeagent.config_flags import Bounds, Flag, Group, Option, options_of
+from lmcache_nodeagent.config_rules import listener_problems, window_problems
+from lmcache_nodeagent.errors import ConfigError
+
+_GIB = 1 << 30
+_PORTS = Bounds(0, 65_535)
+_THREADS = Bounds(1, 256)
+_QUEUE = Bounds(1, 1_000_000)
+_SHARE = Bounds(0.01, 1)
+_YEAR = 31_536_000
+_LIFETIME = Bounds(1, _YEAR)
+_CONFIRMATION = Bounds(3, _YEAR)
+_HOST = r"[^\s/]+"
+_HOST_WORDS = "a host name, an address, or *"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentConfig:
+    """The settings of one agent. Only `l1_size_gb` has no default.
+
+    Raises:
+        ConfigError: all broken rules together, each with value, limit and fix.
+    """
+
+    host: str = field(
+        default="localhost",
+        metadata=Flag(
+            Group.MESSAGES,
+            "Address the message port listens on; IPv6 with or without brackets, * for all.",
+            pattern=_HOST,
+            pattern_words=_HOST_WORDS,
+        ).metadata,
+    )
+    port: int = field(
+        default=5555,
+        metadata=Flag(
+            Group.MESSAGES, "TCP port for workers; 0 takes a free one.", bounds=_PORTS
+        ).metadata,
+    )
+    ipc_path: str = field(
+        default="",
+        metadata=Flag(
+            Group.MESSAGES,
+            "Also listen on a Unix socket at this path. Workers that connect there are known by "
+            "process, so their death is proven at once.",
+            pattern="/.+",
+            pattern_words="an absolute path",
+        ).metadata,
+    )
+    max_message_bytes: int = field(
+        default=268_435_456,
+        metadata=Flag(
+            Group.MESSAGES,
+            "Largest message accepted; a connection that sends a larger one is closed.",
+            unit="bytes",
+            bounds=Bounds(1 << 20, 1 << 32),
+        ).metadata,
+    )
+    max_connections: int = field(
+        default=4096,
+        metadata=Flag(
+            Group.MESSAGES, "Worker connections accepted at the same time.", bounds=_QUEUE
+        ).metadata,
+    )
+
+    http_host: str = field(
+        default="127.0.0.1",
+        metadata=Flag(
+            Group.HTTP,
+            "Address for health, metrics and status; status is answered to loopback only.",
+            pattern=_HOST,
+            pattern_words=_HOST_WORDS,
+        ).metadata,
+    )
+    http_port: int = field(
+        default=8080,
+        metadata=Flag(Group.HTTP, "TCP port for HTTP; 0 takes a free one.", bounds=_PORTS).metadata,
+    )
+
+    l1_size_gb: float = field(
+        metadata=Flag(
+            Group.CACHE,
+            "Size of the host memory cache. All of it is taken before the agent is ready.",
+            unit="GiB",
+            bounds=Bounds(0.001, 1 << 20),
+        ).metadata,
+    )
+    chunk_size: int = field(
+        default=256,
+        metadata=Flag(
+            Group.CACHE,
+            "Tokens per cached chunk; a multiple of every worker's block size.",
+            unit="tokens",
+            bounds=Bounds(1, 1 << 20),
+        ).metadata,
+    )
+    hash_algorithm: Literal["blake3"] = field(
+        default="blake3",
+        metadata=Flag(
+            Group.CACHE,
+            "Hash that names chunks.",
+            refused={
+                "builtin": "Python's hash differs from process to process and is easy to collide",
+                "sha256_cbor": "it is the slower hash, and chunk names never leave this agent",
+            },
+        ).metadata,
+    )
+    eviction_policy: Literal["LRU", "noop"] = field(
+        default="LRU",
+        metadata=Flag(
+            Group.CACHE,
+            "Which chunks give way when L1 fills up: the least recently used, or none "
+            "(stores then fail once it is full).",
+            refused={
+                "ARC": "adaptive replacement is not built; LRU is the nearest",
+                "IsolatedLRU": "quotas per cache salt are not built; LRU treats all salts alike",
+            },
+        ).metadata,
+    )
+    eviction_trigger_watermark: float = field(
+        default=0.8,
+        metadata=Flag(
+            Group.CACHE, "Share of L1 in use at which eviction starts.", bounds=_SHARE
+        ).metadata,
+    )
+    eviction_ratio: float = field(
+        default=0.2,
+        metadata=Flag(
+            Group.CACHE, "Share of the evictable chunks that one eviction drops.", bounds=_SHARE
+        ).metadata,
+    )
+    l1_read_ttl_seconds: float = field(
+        default=300.0,
+        metadata=Flag(
+            Group.CACHE,
+            "How long a lookup keeps the chunks it found from eviction while nobody reads them.",
+            unit="seconds",
+            bounds=_LIFETIME,
+        ).metadata,
+    )
+    l1_write_ttl_seconds: float = field(
+        default=600.0,
+        metadata=Flag(
+            Group.CACHE,
+            "How long a reservation may stay unwritten before it is dropped.",
+            unit="seconds",
+            bounds=_LIFETIME,
+        ).metadata,
+    )
+    session_ttl_seconds: float = field(
+        default=600.0,
+        metadata=Flag(
+            Group.CACHE,
+            "How long a request's session may stay unused.",
+            unit="seconds",
+            bounds=_LIFETIME,
+        ).metadata,
+    )
+    shm_name: str = field(
+        default="",
+        metadata=Flag(
+            Group.CACHE,
+            "Name of the L1 region that engine-driven workers map. Empty: the region is named "
+            "by the port, and such workers are offered pickle mode only.",
+            pattern=r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}",
+            pattern_words="up to 100 letters, digits, dots, dashes and underscores",
+        ).metadata,
+    )
+
+    supported_transfer_mode: Literal["lmcache_driven", "auto"] = field(
+        default="lmcache_driven",
+        metadata=Flag(
+            Group.TRANSFERS,
+            "Who moves the bytes. auto offers every mode that is built.",
+            refused={"engine_driven": "it is not built yet; start workers in lmcache_driven mode"},
+        ).metadata,
+    )
+    null_block_id: int = field(
+        default=0,
+        metadata=Flag(
+            Group.TRANSFERS,
+            "The engine's block id for absent KV data.",
+            bounds=Bounds(0, (1 << 63) - 1),
+        ).metadata,
+    )
+    max_workers: int = field(
+        default=1,
+        metadata=Flag(
+            Group.TRANSFERS, "Threads of each pool that has no count of its own.", bounds=_THREADS
+        ).metadata,
+    )
+    max_cpu_workers: int | None = field(
+        default=None,
+        metadata=Flag(
+            Group.TRANSFERS,
+            "Threads for lookups, pings and sessions; max-workers if not given.",
+            bounds=_THREADS,
+        ).metadata,
+    )
+    max_gpu_workers: int | None = field(
+        default=None,
+        metadata=Flag(
+            Group.TRANSFERS,
+            "Threads for store and retrieve; max-workers if not given.",
+            bounds=_THREADS,
+        ).metadata,
+    )
+    normal_queue_size: int = field(
+        default=1024,
+        metadata=Flag(
+            Group.TRANSFERS,
+            "Lookups, pings and the like that may wait; more are refused at once.",
+            bounds=_QUEUE,
+        ).metadata,
+    )
+    affinity_queue_size: int = field(
+        default=1024,
+        metadata=Flag(
+            Group.TRANSFERS, "Transfers that may wait; more are refused at once.", bounds=_QUEUE
+        ).metadata,
+    )
+
+    worker_reap_timeout_seconds: float = field(
+        default=120.0,
+        metadata=Flag(
+            Group.LIVENESS,
+            "Silence after which a worker that has pinged counts as dead. 0 reaps nobody.",
+            unit="seconds",
+            bounds=Bounds(30, _YEAR, zero_is_off=True),
+        ).metadata,
+    )
+    worker_registration_grace_seconds: float = field(
+        default=3600.0,
+        metadata=Flag(
+            Group.LIVENESS,
+            "Silence after which a worker that never pinged counts as dead.",
+            unit="seconds",
+            bounds=_LIFETIME,
+        ).metadata,
+    )
+    worker_heartbeat_interval_seconds: float = field(
+        default=10.0,
+        metadata=Flag(
+            Group.LIVENESS,
+            "Interval at which workers are set to ping.",
+            unit="seconds",
+            bounds=Bounds(0.1, _YEAR),
+        ).metadata,
+    )
+    hint_confirm_seconds: float = field(
+        default=15.0,
+        metadata=Flag(
+            Group.LIVENESS,
+            "Silence that confirms a hint of a worker's death.",
+            unit="seconds",
+            bounds=_CONFIRMATION,
+        ).metadata,
+    )
+    close_confirm_seconds: float = field(
+        default=10.0,
+        metadata=Flag(
+            Group.LIVENESS,
+            "Silence that confirms a closed connection as a worker's death.",
+            unit="seconds",
+            bounds=_CONFIRMATION,
+        ).metadata,
+    )
+    reap_mode: Literal["enforce", "observe"] = field(
+        default="enforce",
+        metadata=Flag(
+            Group.LIVENESS, "observe only logs and counts whom enforce would have reaped."
+        ).metadata,
+    )
+    reap_idle_connected: bool = field(
+        default=False,
+        metadata=Flag(
+            Group.LIVENESS,
+            "Also reap a worker that never pinged at its grace while its connection is open.",
+        ).metadata,
+    )
+    release_deadline_seconds: float = field(
+        default=30.0,
+        metadata=Flag(
+            Group.LIVENESS,
+            "Time a dead worker's memory may take to release before it is reported as stuck.",
+            unit="seconds",
+            bounds=Bounds(0.1, _YEAR),
+        ).metadata,
+    )
+
+    instance_id: str = field(
+        default="",
+        metadata=Flag(
+            Group.LOGS,
+            "Name of this agent in telemetry; empty takes a new one at each start.",
+            pattern=r"\S{1,200}",
+            pattern_words="up to 200 characters without spaces",
+        ).metadata,
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = field(
+        default="info",
+        metadata=Flag(
+            Group.LOGS, "Least severe records written; debug has one per request."
+        ).metadata,
+    )
+    log_format: Literal["auto", "json", "console"] = field(
+        default="auto",
+        metadata=Flag(
+            Group.LOGS, "auto is console on a terminal and JSON lines elsewhere."
+        ).metadata,
+    )
+
+    def __post_init__(self) -> None:
+        """Check every field by its own bounds, then the fields against each other."""
+        values = ((option, getattr(self, option.field_name)) for option in OPTIONS)
+        problems = [problem for option, value in values if (problem := option.problem(value))]
+        problems += listener_problems(
+            port=self.port, http_port=self.http_port, ipc_path=self.ipc_path
+        )
+        problems += window_problems(
+            timeout=self.worker_reap_timeout_seconds,
+            grace=self.worker_registration_grace_seconds,
+            interval=self.worker_heartbeat_interval_seconds,
+            hint=self.hint_confirm_seconds,
+            close=self.close_confirm_seconds,
+        )
+        if problems:
+            raise ConfigError(problems)
+
+    @property
+    def l1_size_bytes(self) -> int:
+        """Size of L1; a GB of this flag is 2**30 bytes, as in `lmcache server`."""
+        return int(self.l1_size_gb * _GIB)
+
+    @property
+    def normal_threads(self) -> int:
+        """Threads of the pool for lookups, pings and sessions."""
+        return self.max_workers if self.max_cpu_workers is None else self.max_cpu_workers
+
+    @property
+    def transfer_threads(self) -> int:
+        """Threads of the pool for store and retrieve."""
+        return self.max_workers if self.max_gpu_workers is None else self.max_gpu_workers
+
+    @property
+    def pool_name(self) -> str:
+        """Name of the L1 region; with port 0, first `replace(config, port=…)` by the bound one."""
+        if self.shm_name:
+            return self.shm_name
+        assert self.port, "the region is named by the bound port, which is not known yet"
+        return f"port-{self.port}"
+
+    def to_args(self) -> list[str]:
+        """Write the arguments that give this configuration again: whatever is not the default."""
+        values = ((option, getattr(self, option.field_name)) for option in OPTIONS)
+        arguments = (
+            option.argument(value)
+            for option, value in values
+            if option.required or value != option.default
+        )
+        return [argument for argument in arguments if argument is not None]
+
+
+OPTIONS: tuple[Option, ...] = options_of(AgentConfig)
+"""Every setting as people meet it, in the order of the fields."""
+
+
+def bare_host(host: str) -> str:
+    """Take the brackets off an IPv6 host, which URLs need and socket calls do not."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
