@@ -1,0 +1,1 @@
+"""L0: the workers' paged KV memory, mapped."""
