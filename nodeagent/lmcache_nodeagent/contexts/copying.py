@@ -42,11 +42,11 @@ class GroupCopier:
         self, table: BlockTable, chunks: Sequence[int], objects: Sequence[memoryview]
     ) -> None:
         """Fill this group's region of each object with its chunk."""
-        kept = self._group.window_blocks
-        short = kept < self._group.blocks_per_chunk
+        group = self._group
+        padding = bytes(group.nbytes - group.kept_nbytes)  # in place of stale bytes
+        for data in objects if padding else ():
+            data.cast("B")[group.offset + group.kept_nbytes : group.offset + group.nbytes] = padding
         for chunk, region in zip(chunks, self._regions(objects), strict=True):
-            if short:
-                region[:, :, kept:] = np.zeros((), dtype=self._element)  # no stale bytes
             self._gather_chunk(table[chunk], region)
 
     def scatter(
@@ -63,7 +63,7 @@ class GroupCopier:
         for chunk, region in zip(chunks, self._regions(objects), strict=True):
             skip = max(0, skip_blocks - chunk * group.blocks_per_chunk - before_window)
             if skip < group.window_blocks:
-                self._scatter_chunk(table[chunk, skip:], region[:, :, skip : group.window_blocks])
+                self._scatter_chunk(table[chunk, skip:], region[:, :, skip:])
 
     def _gather_chunk(self, ids: NDArray[np.int64], region: Elements) -> None:
         if self._rows and not _consecutive(ids):
@@ -85,9 +85,9 @@ class GroupCopier:
             paged[:, blocks] = region[:, layer]
 
     def _regions(self, objects: Sequence[memoryview]) -> Iterator[Elements]:
-        """This group's part of each object as [planes, layers, blocks, ...]."""
+        """What is kept of this group in each object, as [planes, layers, blocks, ...]."""
         group = self._group
-        shape = (group.planes, len(group.layers), group.blocks_per_chunk, *self._inner)
+        shape = (group.planes, len(group.layers), group.window_blocks, *self._inner)
         for data in objects:
             yield np.ndarray(shape, dtype=self._element, buffer=data, offset=group.offset)
 

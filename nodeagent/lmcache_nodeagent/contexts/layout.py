@@ -4,7 +4,9 @@ An object is the concatenation, over the kernel groups ordered by their first la
 
     [plane (1 or 2)] [layer of the group] [token slot of the chunk] [head, element]
 
-in the tensors' dtype without padding; slots come before heads whatever the paged memory does.
+in the tensors' dtype; slots come before heads whatever the paged memory does. Of a sliding window
+shorter than a chunk only the slots of the last window are there, followed by zeros up to the size of
+a whole chunk.
 A *kernel group* is the set of layers of one engine group with the same physical shape, so that one
 description copies them all. Everything here is arithmetic on descriptors: nothing is mapped.
 """
@@ -71,8 +73,13 @@ class GroupLayout:
 
     @property
     def nbytes(self) -> int:
-        """Size of the region. A short window does not shrink it: the slots not kept are zero."""
+        """Size of the region. A short window does not shrink it."""
         return self.planes * len(self.layers) * self.blocks_per_chunk * self.block_bytes
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Size of what is copied. It lies without gaps at the start of the region; zeros follow."""
+        return self.planes * len(self.layers) * self.window_blocks * self.block_bytes
 
     @property
     def signature(self) -> tuple[object, ...]:
