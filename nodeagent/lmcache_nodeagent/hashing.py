@@ -37,14 +37,11 @@ def require_supported(algorithm: str) -> None:
         ConfigError: `algorithm` is not `blake3`.
     """
     if algorithm != SUPPORTED_ALGORITHM:
-        raise ConfigError(
-            [
-                (
-                    f"hash algorithm {algorithm!r} is not served, since it needs Python's or vLLM's "
-                    f"own object hashing; set {SUPPORTED_ALGORITHM!r}, as LMCache does by default"
-                )
-            ]
+        problem = (
+            f"hash algorithm {algorithm!r} is not served: it needs Python's or vLLM's own object "
+            f"hashing; set {SUPPORTED_ALGORITHM!r}, the default of LMCache clients"
         )
+        raise ConfigError([problem])
 
 
 class ChunkHasher:

@@ -100,14 +100,11 @@ def _remove_left_over(path: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _unlink_if_ours(path, descriptor)
     except BlockingIOError:
-        raise ConfigError(
-            [
-                (
-                    f"L1 name {path.name.removeprefix(NAME_PREFIX)!r} is in use: a living agent holds "
-                    f"{path}; stop that agent or choose another name"
-                )
-            ]
-        ) from None
+        problem = (
+            f"L1 name {path.name.removeprefix(NAME_PREFIX)!r} is in use: a living agent holds "
+            f"{path}; stop that agent or choose another name"
+        )
+        raise ConfigError([problem]) from None
     finally:
         os.close(descriptor)
 
