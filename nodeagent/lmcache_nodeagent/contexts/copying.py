@@ -9,7 +9,6 @@ threads run. Blocks with consecutive ids are copied as one slice.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +31,7 @@ class GroupCopier:
         """`buffers[i]` is the memory that the offset of layer `i` counts from."""
         self._group = group
         self._element, self._inner = _element(group)
+        self._planes = range(group.planes)
         pairs = list(zip(group.layers, buffers, strict=True))
         self._paged = [self._paged_view(layer, buffer) for layer, buffer in pairs]
         self._plane_step, self._block_step = _row_steps(group) if not self._inner else (0, 0)
@@ -46,8 +46,16 @@ class GroupCopier:
         padding = bytes(group.nbytes - group.kept_nbytes)  # in place of stale bytes
         for data in objects if padding else ():
             data.cast("B")[group.offset + group.kept_nbytes : group.offset + group.nbytes] = padding
+        firsts = _first_blocks(table)
+        rows = [table * self._block_step + plane * self._plane_step for plane in self._planes]
         for chunk, region in zip(chunks, self._regions(objects), strict=True):
-            self._gather_chunk(table[chunk], region)
+            first = firsts[chunk]
+            if first is None and self._rows:
+                self._take_rows([index[chunk] for index in rows], region)
+                continue
+            blocks = table[chunk] if first is None else slice(first, first + group.window_blocks)
+            for layer, paged in enumerate(self._paged):
+                region[:, layer] = paged[:, blocks]
 
     def scatter(
         self,
@@ -60,29 +68,25 @@ class GroupCopier:
         group = self._group
         skip_blocks = skip_tokens // group.tokens_per_block
         before_window = group.blocks_per_chunk - group.window_blocks
+        firsts = _first_blocks(table)
         for chunk, region in zip(chunks, self._regions(objects), strict=True):
             skip = max(0, skip_blocks - chunk * group.blocks_per_chunk - before_window)
-            if skip < group.window_blocks:
-                self._scatter_chunk(table[chunk, skip:], region[:, :, skip:])
-
-    def _gather_chunk(self, ids: NDArray[np.int64], region: Elements) -> None:
-        if self._rows and not _consecutive(ids):
-            for plane in range(self._group.planes):
-                index = ids * self._block_step + plane * self._plane_step
-                for layer, rows in enumerate(self._rows):
-                    # Any mode but the default writes straight into `out`; the ids were checked.
-                    rows.take(index, axis=0, out=region[plane, layer], mode="clip")
-            return
-        for first, start, stop in _runs(ids):
+            if skip >= group.window_blocks:
+                continue
+            first = firsts[chunk]
+            blocks = (
+                table[chunk, skip:]
+                if first is None
+                else slice(first + skip, first + group.window_blocks)
+            )
             for layer, paged in enumerate(self._paged):
-                region[:, layer, start:stop] = paged[:, first : first + stop - start]
+                paged[:, blocks] = region[:, layer, skip:]
 
-    def _scatter_chunk(self, ids: NDArray[np.int64], region: Elements) -> None:
-        blocks: slice | NDArray[np.int64] = ids
-        if _consecutive(ids):
-            blocks = slice(int(ids[0]), int(ids[0]) + len(ids))
-        for layer, paged in enumerate(self._paged):
-            paged[:, blocks] = region[:, layer]
+    def _take_rows(self, indices: Sequence[NDArray[np.int64]], region: Elements) -> None:
+        for layer, rows in enumerate(self._rows):
+            for plane, index in enumerate(indices):
+                # Any mode but the default writes straight into `out`; the ids were checked.
+                rows.take(index, axis=0, out=region[plane, layer], mode="clip")
 
     def _regions(self, objects: Sequence[memoryview]) -> Iterator[Elements]:
         """What is kept of this group in each object, as [planes, layers, blocks, ...]."""
@@ -128,12 +132,8 @@ def _row_steps(group: GroupLayout) -> tuple[int, int]:
     return planes // group.block_bytes, blocks // group.block_bytes
 
 
-def _consecutive(ids: NDArray[np.int64]) -> bool:
-    return len(ids) == 1 or bool((np.diff(ids) == 1).all())
-
-
-def _runs(ids: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
-    """Yield (first block id, start, stop) of each run of consecutive ids."""
-    starts = [0, *(np.flatnonzero(np.diff(ids) != 1) + 1).tolist(), len(ids)]
-    for start, stop in pairwise(starts):
-        yield int(ids[start]), start, stop
+def _first_blocks(table: BlockTable) -> list[int | None]:
+    """Return the first block id of each chunk, or None where the ids are not consecutive."""
+    consecutive = (np.diff(table, axis=1) == 1).all(axis=1).tolist()
+    firsts = table[:, 0].tolist()
+    return [first if alike else None for first, alike in zip(firsts, consecutive, strict=True)]

@@ -5,8 +5,9 @@ An object is the concatenation, over the kernel groups ordered by their first la
     [plane (1 or 2)] [layer of the group] [token slot of the chunk] [head, element]
 
 in the tensors' dtype; slots come before heads whatever the paged memory does. Of a sliding window
-shorter than a chunk only the slots of the last window are there, followed by zeros up to the size of
-a whole chunk.
+shorter than a chunk only the slots of the last window are there, and zeros follow up to the size
+of a whole chunk.
+
 A *kernel group* is the set of layers of one engine group with the same physical shape, so that one
 description copies them all. Everything here is arithmetic on descriptors: nothing is mapped.
 """

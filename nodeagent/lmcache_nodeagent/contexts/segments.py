@@ -64,7 +64,7 @@ def open_segment(name: str, nbytes: int, directory: Path = SHM_DIRECTORY) -> Seg
         _check_file(name, os.fstat(fd), nbytes)
         status = os.fstat(fd)
         buffer = mmap.mmap(fd, nbytes)
-    except (OSError, OverflowError, ValueError) as error:
+    except (OSError, ValueError) as error:  # ValueError: it shrank meanwhile
         raise LayoutError(f"shared memory {name!r} cannot be mapped: {error}") from error
     finally:
         os.close(fd)
