@@ -96,7 +96,7 @@ class GroupCopier:
             yield np.ndarray(shape, dtype=self._element, buffer=data, offset=group.offset)
 
     def _paged_view(self, layer: PagedTensor, buffer: memoryview) -> Elements:
-        inner = len(self._inner)  # none, or slots and heads
+        inner = len(self._inner)  # the outer ones of slots, heads, elements
         return np.ndarray(
             layer.shape[:2] + self._inner,
             dtype=self._element,
