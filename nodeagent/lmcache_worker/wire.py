@@ -178,7 +178,13 @@ def _pack(value: object) -> bytes:
 
 def _to_wire(value: object) -> object:
     if isinstance(value, SharedTensor):
-        body = {"type": "cpu_shm", "version": 1, **_as_map(value)}
+        body = {
+            "type": "cpu_shm",
+            "shm_name": value.shm_name,
+            "nbytes": value.nbytes,
+            "version": 1,
+            "metadata": _as_map(value.metadata),
+        }
         return msgpack.ExtType(EXT_TENSOR, _pack(body))
     if is_dataclass(value) and not isinstance(value, type):
         return _as_map(value)

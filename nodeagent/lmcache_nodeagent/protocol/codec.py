@@ -135,7 +135,10 @@ def encode_reply(operation: Operation, value: object) -> bytes | None:
             they cannot decode it either.
     """
     try:
-        checked = msgspec.convert(value, cast("type[object]", operation.reply))
+        # bytes are msgpack's own: without saying so, text would pass as base64.
+        checked = msgspec.convert(
+            value, cast("type[object]", operation.reply), builtin_types=(bytes,)
+        )
     except msgspec.ValidationError as error:
         raise AgentError(f"reply of {operation.name}: {error}") from error
     return None if checked is None else msgspec.msgpack.encode(checked)

@@ -74,6 +74,8 @@ def decode_tensor(document: Ext) -> TensorDescriptor:
     tensor = _tensor.decode(body)
     if tensor.metadata is not None:
         _check_view(tensor, tensor.metadata)
+    elif "metadata" in _KEYS[tensor.type]:
+        raise ValueError("metadata is nil")
     return tensor
 
 

@@ -141,7 +141,7 @@ class TensorDescriptor(Struct, frozen=True):
     """
 
     type: Literal["cpu_shm", "cuda", "cuda_raw", "cuda_vmm", "musa", "npu"]
-    metadata: TensorMetadata | None
+    metadata: TensorMetadata | None = None
     shm_name: Text = ""
     nbytes: NonNegative = 0
 
