@@ -214,9 +214,10 @@ def test_an_abort_after_the_takeover_leaves_the_heir_alone(store: StoreOfPages) 
 
 
 def test_what_can_never_fit_evicts_nothing(store: StoreOfPages) -> None:
-    """A store larger than all that may go is refused before anything is sacrificed."""
+    """A store larger than free room and all that may go is refused before anything goes."""
     store.put(chunks(*range(8)))
-    assert store.l1.reserve(chunks(*range(100, 111)), PAGE) is None
+    store.l1.pin(chunks(0))
+    assert store.l1.reserve(chunks(*range(100, 110)), PAGE) is None
     assert len(store.resident(chunks(*range(8)))) == 8
     stats = store.l1.stats()
     assert (stats.refused_total, stats.evicted_total, stats.staging_bytes) == (1, 0, 0)
@@ -239,13 +240,21 @@ def test_a_store_never_evicts_its_own_chunks(store: StoreOfPages) -> None:
     assert store.l1.reserve(chunks(1, 2, 3, 4, 20), PAGE) is None
 
 
+def test_own_chunks_that_are_pinned_too_count_once(store: StoreOfPages) -> None:
+    """Named and pinned at the same time, a chunk is still one page that cannot go."""
+    store.put(chunks(1, 2))
+    store.put(chunks(*range(50, 58)))
+    store.l1.pin(chunks(1, 2))
+    assert len(store.reserve(chunks(1, 2, *range(100, 108))).slots) == 8
+
+
 def test_pinned_objects_are_not_evicted(store: StoreOfPages) -> None:
     """A store that would need pinned memory is refused, and one that would not evicts the rest."""
     store.put(chunks(*range(10)))
-    assert store.l1.pin(chunks(0, 1, 2))
+    assert store.l1.pin(chunks(0, 8, 9))  # the youngest and the two oldest
     assert store.l1.reserve(chunks(*range(100, 108)), PAGE) is None
     store.put(chunks(*range(100, 107)))
-    assert store.resident(chunks(*range(10))) == chunks(0, 1, 2)
+    assert store.resident(chunks(*range(10))) == chunks(0, 8, 9)
 
 
 def test_holes_between_pinned_objects_may_be_too_small(store: StoreOfPages) -> None:
@@ -278,6 +287,15 @@ def test_storing_the_rest_of_a_prompt_uses_its_prefix(store: StoreOfPages) -> No
     store.put(chunks(1, 2, 3, 4))
     store.put(chunks(60))
     assert store.resident(chunks(1, 2, 3, 4)) == chunks(1, 2, 3, 4)
+
+
+def test_a_store_of_what_is_there_counts_as_use(store: StoreOfPages) -> None:
+    """Even with nothing to write and no commit the chunks become young."""
+    store.put(chunks(1, 2))
+    store.put(chunks(*range(50, 58)))
+    store.reserve(chunks(1, 2))
+    store.put(chunks(60))
+    assert store.resident(chunks(1, 2)) == chunks(1, 2)
 
 
 def test_touch_makes_a_prompt_young(store: StoreOfPages) -> None:

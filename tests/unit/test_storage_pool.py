@@ -91,6 +91,32 @@ def test_a_left_over_is_replaced(name: str) -> None:
     pool.close()
 
 
+def test_left_overs_of_other_names_go_too(name: str) -> None:
+    """What dead owners left under our prefix goes; living owners' and strange files stay."""
+    neighbour = SharedPool.create(f"{name}-living", SIZE)
+    left_over = make_left_over(f"{name}-dead")
+    strange = path_of(f"{name}-strange")
+    strange.mkdir()
+    SharedPool.create(name, SIZE).close()
+    assert not left_over.exists()
+    assert path_of(f"{name}-living").exists()
+    strange.rmdir()
+    neighbour.close()
+
+
+def test_a_lock_held_for_a_moment_is_waited_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another start that is just removing our left-over does not pass for a living owner."""
+    make_left_over(name)
+    flock = fcntl.flock
+
+    def busy_once(_descriptor: int, _operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        raise BlockingIOError
+
+    monkeypatch.setattr(fcntl, "flock", busy_once)
+    SharedPool.create(name, SIZE).close()
+
+
 def test_a_living_owner_keeps_its_segment(name: str) -> None:
     """The second start fails, naming the name, and takes nothing away."""
     pool = SharedPool.create(name, SIZE)

@@ -6,9 +6,9 @@ only then linked into place, so nobody ever sees it unlocked or with pages missi
 would be charged to the container that touches them first, or raise SIGBUS on a full file system.)
 
 Readers attach with `os.open` and `mmap`, or with LMCache's own client, which does the same in
-effect. A plain `multiprocessing.shared_memory.SharedMemory(name)` must not be used on Python
-before 3.13: its resource tracker removes the file under its owner when the reader exits (cpython
-issue 82300). Processes forked off the owner inherit the lock and would keep it: spawn them.
+effect. A plain `multiprocessing.shared_memory.SharedMemory(name)` must not be used: its resource
+tracker removes the file under its owner when the reader exits, unless `track=False` (Python 3.13)
+says otherwise (cpython issue 82300). Processes forked off the owner inherit the lock and would keep it: spawn them.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ import fcntl
 import mmap
 import os
 import re
+import time
 from contextlib import suppress
 from pathlib import Path
 
 from lmcache_nodeagent.errors import AgentError, CapacityError, ConfigError
 from lmcache_nodeagent.storage.capacity import memory_limits
 
-SHM_DIRECTORY = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory lives on Linux
+SHM_DIRECTORY = Path("/dev/shm")
 NAME_PREFIX = "lmcache-kube.l1."
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _START_ATTEMPTS = 3
+_LOCK_PAUSES_SECONDS = (0.01, 0.04)
 
 
 class SharedPool:
@@ -46,7 +48,7 @@ class SharedPool:
 
     @classmethod
     def create(cls, name: str, size_bytes: int, *, directory: Path = SHM_DIRECTORY) -> SharedPool:
-        """Make the segment `lmcache-kube.l1.<name>`, after removing what a dead owner left there.
+        """Make the segment `lmcache-kube.l1.<name>`, after removing what dead owners left.
 
         1 GiB takes about 0.3 s, most of it in the kernel's page allocation.
 
@@ -58,6 +60,7 @@ class SharedPool:
         if not _NAME.fullmatch(name):
             raise ConfigError([f"L1 name {name!r} does not match {_NAME.pattern}"])
         path = directory / f"{NAME_PREFIX}{name}"
+        _remove_other_left_overs(directory, path)
         for _ in range(_START_ATTEMPTS):
             _remove_left_over(path)
             descriptor = _allocate(directory, size_bytes)
@@ -88,6 +91,17 @@ class SharedPool:
         os.close(self._descriptor)
 
 
+def _remove_other_left_overs(directory: Path, own: Path) -> None:
+    """Remove what dead agents of other names left: a free port gives another name each time.
+
+    Nobody else would ever free that memory. Only a lock that can be had proves an owner's death.
+    """
+    for path in directory.glob(f"{NAME_PREFIX}*"):
+        if path != own:
+            with suppress(AgentError):  # a living agent's, or another user's: not ours to touch
+                _remove_left_over(path)
+
+
 def _remove_left_over(path: Path) -> None:
     """Unlink the file of an owner that is gone; its lock being free is the proof."""
     try:
@@ -97,7 +111,7 @@ def _remove_left_over(path: Path) -> None:
     except OSError as error:
         raise AgentError(f"cannot take over {path}: {error.strerror}; remove it") from error
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock_patiently(descriptor)
         _unlink_if_ours(path, descriptor)
     except BlockingIOError:
         problem = (
@@ -107,6 +121,19 @@ def _remove_left_over(path: Path) -> None:
         raise ConfigError([problem]) from None
     finally:
         os.close(descriptor)
+
+
+def _lock_patiently(descriptor: int) -> None:
+    """Take the lock, or raise BlockingIOError when it is held for good.
+
+    Another agent's start holds the lock of a left-over just while it removes it.
+    """
+    for pause_seconds in _LOCK_PAUSES_SECONDS:
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(pause_seconds)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _unlink_if_ours(path: Path, descriptor: int) -> None:
