@@ -8,7 +8,8 @@ would be charged to the container that touches them first, or raise SIGBUS on a 
 Readers attach with `os.open` and `mmap`, or with LMCache's own client, which does the same in
 effect. A plain `multiprocessing.shared_memory.SharedMemory(name)` must not be used: its resource
 tracker removes the file under its owner when the reader exits, unless `track=False` (Python 3.13)
-says otherwise (cpython issue 82300). Processes forked off the owner inherit the lock and would keep it: spawn them.
+says otherwise (cpython issue 82300). Processes forked off the owner inherit the lock and would
+keep it: spawn them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import mmap
 import os
 import re
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -62,7 +64,7 @@ class SharedPool:
         path = directory / f"{NAME_PREFIX}{name}"
         _remove_other_left_overs(directory, path)
         for _ in range(_START_ATTEMPTS):
-            _remove_left_over(path)
+            _remove_left_over(path, _LOCK_PAUSES_SECONDS)
             descriptor = _allocate(directory, size_bytes)
             try:
                 _link(descriptor, path)
@@ -99,10 +101,10 @@ def _remove_other_left_overs(directory: Path, own: Path) -> None:
     for path in directory.glob(f"{NAME_PREFIX}*"):
         if path != own:
             with suppress(AgentError):  # a living agent's, or another user's: not ours to touch
-                _remove_left_over(path)
+                _remove_left_over(path, pauses_seconds=())
 
 
-def _remove_left_over(path: Path) -> None:
+def _remove_left_over(path: Path, pauses_seconds: Sequence[float]) -> None:
     """Unlink the file of an owner that is gone; its lock being free is the proof."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -111,7 +113,7 @@ def _remove_left_over(path: Path) -> None:
     except OSError as error:
         raise AgentError(f"cannot take over {path}: {error.strerror}; remove it") from error
     try:
-        _lock_patiently(descriptor)
+        _lock(descriptor, pauses_seconds)
         _unlink_if_ours(path, descriptor)
     except BlockingIOError:
         problem = (
@@ -123,16 +125,16 @@ def _remove_left_over(path: Path) -> None:
         os.close(descriptor)
 
 
-def _lock_patiently(descriptor: int) -> None:
-    """Take the lock, or raise BlockingIOError when it is held for good.
+def _lock(descriptor: int, pauses_seconds: Sequence[float]) -> None:
+    """Take the lock, or raise BlockingIOError when it is still held after some pauses.
 
-    Another agent's start holds the lock of a left-over just while it removes it.
+    Another agent's start holds the lock of a left-over for the moment in which it removes it.
     """
-    for pause_seconds in _LOCK_PAUSES_SECONDS:
+    for pause in pauses_seconds:
         with suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
-        time.sleep(pause_seconds)
+        time.sleep(pause)
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
