@@ -21,7 +21,8 @@ import numpy.typing as npt
 
 from lmcache_worker.wire import SharedTensor, TensorMetadata
 
-SHM_DIRECTORY = Path("/dev/shm")  # noqa: S108  where Linux keeps POSIX shared memory
+SHM_DIRECTORY = Path("/dev/shm")
+"""Where Linux keeps POSIX shared memory."""
 
 _NUMPY_DTYPES: dict[str, np.dtype[np.generic]] = {
     "bfloat16": np.dtype(np.uint16),  # numpy has none: the bits

@@ -392,9 +392,7 @@ def test_uid_is_an_integer(value: int) -> None:
     assert is_uid(encode(value))
 
 
-@pytest.mark.parametrize(
-    "frame", [b"", b"\xc1", encode("1"), b"\xc3", encode(1.0), b"\x00" * 9]
-)
+@pytest.mark.parametrize("frame", [b"", b"\xc1", encode("1"), b"\xc3", encode(1.0), b"\x00" * 9])
 def test_other_frames_are_no_uid(frame: bytes) -> None:
     """Stock clients cannot read such a uid back."""
     assert not is_uid(frame)
