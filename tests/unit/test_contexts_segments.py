@@ -70,20 +70,38 @@ def test_only_whole_regular_files_are_mapped(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "link").symlink_to(tmp_path / "small")
-    with (tmp_path / "sparse").open("wb") as file:
-        file.truncate(1 << 20)
     refused = {
         "/small": "4096 bytes, not 8192",
         "/missing": "cannot be opened: No such file",
         "/folder": "cannot be opened: Is a directory",
         "/fifo": "not a regular file",
         "/link": "cannot be opened",
-        "/sparse": "allocate it in full",
         "/" + "x" * 300: "cannot be opened: File name too long",
     }
     for name, message in refused.items():
         with pytest.raises(LayoutError, match=message):
             open_segment(name, 8192, tmp_path)
+
+
+def test_holes_are_filled_before_they_are_mapped(tmp_path: Path) -> None:
+    """A worker that only set the size of its segment is served; touching a hole can be fatal."""
+    with (tmp_path / "sparse").open("wb") as file:
+        file.truncate(1 << 20)
+    open_segment("/sparse", 1 << 20, tmp_path).close()
+    assert (tmp_path / "sparse").stat().st_blocks * 512 >= 1 << 20
+
+
+def test_holes_without_room_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full file system is a clear no at registration, not the agent's death at the copy."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with (tmp_path / "sparse").open("wb") as file:
+        file.truncate(1 << 20)
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(LayoutError, match="no room to fill"):
+        open_segment("/sparse", 1 << 20, tmp_path)
 
 
 def test_memory_that_cannot_be_mapped_is_refused(

@@ -47,9 +47,11 @@ class Segment:
 def open_segment(name: str, nbytes: int, directory: Path = SHM_DIRECTORY) -> Segment:
     """Map the first `nbytes` (at least 1) bytes of a segment for reading and writing.
 
+    Holes are filled first: storage for a hole is found when it is touched, and if there is none
+    the toucher dies (SIGBUS).
+
     Raises:
-        LayoutError: no such segment, not ours to open, too small, or with holes. Storage for a hole
-            is found when it is touched, and if there is none the toucher dies (SIGBUS).
+        LayoutError: no such segment, not ours to open, too small, or without room for its holes.
     """
     path = directory / _file_name(name)
     try:
@@ -62,6 +64,7 @@ def open_segment(name: str, nbytes: int, directory: Path = SHM_DIRECTORY) -> Seg
         ) from error
     try:
         _check_file(name, os.fstat(fd), nbytes)
+        _fill_holes(name, fd, nbytes)
         status = os.fstat(fd)
         buffer = mmap.mmap(fd, nbytes)
     except (OSError, ValueError) as error:  # ValueError: it shrank meanwhile
@@ -85,8 +88,15 @@ def _check_file(name: str, status: os.stat_result, nbytes: int) -> None:
         raise LayoutError(f"shared memory {name!r} is not a regular file")
     if status.st_size < nbytes:
         raise LayoutError(f"shared memory {name!r} has {status.st_size} bytes, not {nbytes}")
-    if status.st_blocks * 512 < nbytes:  # stat(2) counts in 512 bytes
+
+
+def _fill_holes(name: str, fd: int, nbytes: int) -> None:
+    if os.fstat(fd).st_blocks * 512 >= nbytes:  # stat(2) counts in 512 bytes
+        return
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
         raise LayoutError(
-            f"shared memory {name!r} has {status.st_blocks * 512} of {nbytes} bytes allocated; "
-            "allocate it in full (posix_fallocate) before registering"
-        )
+            f"shared memory {name!r} of {nbytes} bytes has holes, and there is no room to fill"
+            f" them ({error.strerror}); make the worker's KV memory smaller or /dev/shm larger"
+        ) from error

@@ -28,6 +28,7 @@ from lmcache_nodeagent.observability.metrics import CONTENT_TYPE as METRICS_TYPE
 _MAX_SINCE = (1 << 63) - 1
 _MAX_QUERY_FIELDS = 16
 _SHOWN_CHARACTERS = 40
+_MAX_BUFFERED_BYTES = 64 << 20  # an answer beyond it would go through a temporary file
 _STOP_CHECK_SECONDS = 0.5
 _SHUTDOWN_SECONDS = 2
 
@@ -112,6 +113,7 @@ class HttpServer:
             cleanup_interval=2,
             max_request_header_size=16 << 10,
             max_request_body_size=1 << 10,
+            outbuf_overflow=_MAX_BUFFERED_BYTES,
             asyncore_use_poll=True,
             clear_untrusted_proxy_headers=True,
             ident=None,

@@ -193,8 +193,18 @@ COUNTED: tuple[Counted, ...] = (
 INSTANCES = Sampled("instances", "Registered workers, by state.", label="state")
 WORKER_MAPPED_BYTES = Sampled("worker_mapped_bytes", "Worker memory that is mapped.")
 RELEASES_IN_PROGRESS = Sampled("releases_in_progress", "Contexts that are being released.")
+RELEASES_STUCK = Sampled("releases_stuck", "Releases that are past their deadline now.")
+HEARTBEAT_MISMATCHED_INSTANCES = Sampled(
+    "heartbeat_mismatched_instances",
+    "Workers that ping more slowly than the reap timeout allows for; their window is wider.",
+)
 CONNECTIONS = Sampled("connections", "Open connections on the message port.")
 QUEUED_REQUESTS = Sampled("queued_requests", "Requests that wait for a thread.", label="pool")
+OLDEST_TRANSFER_SECONDS = Sampled(
+    "oldest_transfer_seconds", "Age of the oldest store or retrieve that waits or runs."
+)
+SESSIONS = Sampled("sessions", "Requests whose lookup is remembered.")
+MODELS = Sampled("models", "Models, by name and world size, that have a registered worker.")
 L1_CAPACITY_BYTES = Sampled("l1_capacity_bytes", "Size of L1.")
 L1_USED_BYTES = Sampled("l1_used_bytes", "Bytes of L1 in use, unfinished stores included.")
 L1_PINNED_BYTES = Sampled("l1_pinned_bytes", "Bytes of L1 that cannot be evicted now.")
@@ -213,9 +223,14 @@ EVENT_FAILURES_TOTAL = Sampled(
 SAMPLED: tuple[Sampled, ...] = (
     INSTANCES,
     WORKER_MAPPED_BYTES,
+    HEARTBEAT_MISMATCHED_INSTANCES,
     RELEASES_IN_PROGRESS,
+    RELEASES_STUCK,
     CONNECTIONS,
     QUEUED_REQUESTS,
+    OLDEST_TRANSFER_SECONDS,
+    SESSIONS,
+    MODELS,
     L1_CAPACITY_BYTES,
     L1_USED_BYTES,
     L1_PINNED_BYTES,

@@ -1,0 +1,1 @@
+"""The node agent of lmcache-kube: the LMCache multiprocess server of one node."""

@@ -1,0 +1,77 @@
+"""`lmcache-nodeagent`: reads the configuration, serves until SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from threading import Event
+from typing import TYPE_CHECKING
+
+from lmcache_nodeagent.app import App
+from lmcache_nodeagent.config_parsing import parse_config
+from lmcache_nodeagent.errors import AgentError, ConfigError
+from lmcache_nodeagent.observability.logs import configure_logging
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+
+
+class _Signals:
+    """Remembers a signal that comes before there is an agent to stop. Thread: main."""
+
+    def __init__(self) -> None:
+        self._received = Event()
+        self._app: App | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self._received.set()
+        if self._app is not None:
+            self._app.stop()
+
+    def stop_on_signal(self, app: App) -> None:
+        """Stop `app` at the next signal, or now if one has come already."""
+        self._app = app
+        if self._received.is_set():
+            app.stop()
+
+
+def main() -> int:
+    """Run an agent; return the exit status: 0 after a stop, 2 for a bad configuration, else 1."""
+    signals = _Signals()
+    try:
+        config = parse_config()
+        configure_logging(config.log_level, config.log_format)
+        app = App(config)
+    except ConfigError as error:
+        for problem in error.problems:
+            print(f"lmcache-nodeagent: {problem}", file=sys.stderr)  # noqa: T201
+        return EXIT_USAGE
+    except AgentError as error:
+        print(f"lmcache-nodeagent: {error}", file=sys.stderr)  # noqa: T201
+        return EXIT_FAILURE
+    signals.stop_on_signal(app)
+    return app.run(when_serving=lambda: _announce(app))
+
+
+def _announce(app: App) -> None:
+    """Say on standard output, in one line of JSON, that requests are served."""
+    ready = {
+        "event": "agent_ready",
+        "port": app.config.port,
+        "http_port": app.http_port,
+        "pid": os.getpid(),
+        "boot_id": app.boot_id,
+    }
+    print(json.dumps(ready), flush=True)  # noqa: T201  # the one thing standard output is for
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""The agent as a whole: its threads, and the order in which they start and stop.
+
+Threads, all made here:
+
+| thread | runs | woken by |
+|---|---|---|
+| `main` | `App.run`: starts everything, waits, stops everything | signal, a thread's death |
+| `zmq-router` | `Router.run`: reads, stamps liveness, routes, replies; answers ping, noop, get_chunk_size and get_experimental itself | socket, reply queue |
+| `sync` | `OrderedPool.work`: registrations, in order | its queue |
+| `normal-<n>` | `OrderedPool.work`: lookups, their status, locks, sessions, clear | bounded queue |
+| `transfer-<n>` | `LanePool.work`: store and retrieve, first in first out per connection | lanes |
+| `reaper` | `Reaper.run` | earliest deadline, new evidence |
+| `release-<instance>` | `Releaser`: drains and closes one context | - |
+| `events` | `EventBus.run`: logs and counters | bounded queue |
+| `http` | `HttpServer.run`, and waitress' own two (`waitress-<n>`) | socket |
+
+The operator link and the device plugin will add theirs. A thread of this table that ends by an
+exception ends the process, with the reason in the log: half an agent is worse than none.
+"""  # noqa: E501  # a table
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import resource
+import time
+import uuid
+from dataclasses import replace
+from threading import Event, Thread
+from typing import TYPE_CHECKING
+
+from lmcache_nodeagent.agent_view import RunningAgent, metrics_snapshot
+from lmcache_nodeagent.assembly import Assembled, Environment, assemble
+from lmcache_nodeagent.clock import monotonic
+from lmcache_nodeagent.contexts.host import open_host_context
+from lmcache_nodeagent.observability.bus import EventBus
+from lmcache_nodeagent.observability.http import HttpServer
+from lmcache_nodeagent.observability.logs import LogSubscriber
+from lmcache_nodeagent.observability.metrics import Metrics
+from lmcache_nodeagent.storage.pool import SharedPool
+from lmcache_nodeagent.transport.sockets import bind_sockets
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from lmcache_nodeagent.config import AgentConfig
+    from lmcache_nodeagent.contexts.base import ContextOpener
+    from lmcache_nodeagent.observability.metrics import Reading
+
+_log = logging.getLogger(__name__)
+
+_DRAIN_SECONDS = 4.0
+"""Time that requests in flight get at a stop; with the joins below a stop takes less than 10 s."""
+
+_JOIN_SECONDS = 1.5
+
+
+class App:
+    """One agent. Making it takes the ports and the memory; `run` serves until `stop`.
+
+    `opener` maps the memory of registrations; tests pass their own.
+
+    Raises:
+        ConfigError: a port that cannot be had, or an L1 name that a living agent holds.
+        CapacityError: an L1 that does not fit.
+    """
+
+    def __init__(self, config: AgentConfig, opener: ContextOpener = open_host_context) -> None:
+        self.boot_id = uuid.uuid4().hex
+        self._failed = False
+        self._serving = False
+        self._stopping = Event()
+        _raise_descriptor_limit()
+        self._metrics = Metrics([self._reading])
+        self._bus = EventBus([LogSubscriber(monotonic), self._metrics])
+        with contextlib.ExitStack() as undo:
+            sockets = bind_sockets(config)
+            undo.callback(sockets.close)
+            self.config = replace(config, port=sockets.port)
+            self._region = SharedPool.create(self.config.pool_name, config.l1_size_bytes)
+            undo.callback(self._region.close)
+            self._agent: Assembled = assemble(
+                Environment(
+                    config=self.config,
+                    boot_id=self.boot_id,
+                    sockets=sockets,
+                    region=self._region.buffer,
+                    opener=opener,
+                    bus=self._bus,
+                    spawn=_spawn,
+                    now=monotonic,
+                )
+            )
+            view = RunningAgent(self._agent.parts, self._metrics, lambda: self._serving, monotonic)
+            self._http = HttpServer.bind(config.http_host, config.http_port, view)
+            undo.pop_all()
+        self.http_port = self._http.port
+
+    def _reading(self) -> Reading:
+        return metrics_snapshot(self._agent.parts)
+
+    def run(self, when_serving: Callable[[], None] = lambda: None) -> int:
+        """Serve until stopped; return the exit status, 1 if a thread failed. Thread: main."""
+        parts, config = self._agent.parts, self.config
+        events = self._start("events", self._bus.run)
+        workers = [self._start("sync", parts.sync_pool.work)]
+        workers += [
+            self._start(f"normal-{number}", parts.normal_pool.work)
+            for number in range(config.normal_threads)
+        ]
+        workers += [
+            self._start(f"transfer-{number}", parts.transfer_pool.work)
+            for number in range(config.transfer_threads)
+        ]
+        reaper = self._start("reaper", parts.reaper.run)
+        router = self._start("zmq-router", parts.router.run)
+        http = self._start("http", self._http.run)
+        self._serving = True
+        when_serving()
+        self._stopping.wait()
+        self._serving = False
+        self._stop_in_order(workers, reaper=reaper, router=router, http=http, events=events)
+        return 1 if self._failed else 0
+
+    def stop(self) -> None:
+        """Ask `run` to end. Threads: any, and signal handlers."""
+        self._stopping.set()
+
+    def _stop_in_order(
+        self,
+        workers: Sequence[Thread],
+        *,
+        reaper: Thread,
+        router: Thread,
+        http: Thread,
+        events: Thread,
+    ) -> None:
+        """New requests are refused, those in flight finish or are given up, then all ends."""
+        parts = self._agent.parts
+        self._agent.dispatcher.close()
+        for pool in (parts.sync_pool, parts.normal_pool, parts.transfer_pool):
+            pool.stop()
+        _join(workers, _DRAIN_SECONDS)
+        parts.reaper.stop()
+        _join([reaper], _JOIN_SECONDS)
+        parts.router.stop()
+        _join([router], _JOIN_SECONDS)
+        self._region.close()
+        self._http.stop()
+        self._bus.stop()
+        _join([http, events], _JOIN_SECONDS)
+
+    def _start(self, name: str, work: Callable[[], None]) -> Thread:
+        thread = Thread(target=self._guarded, args=(name, work), name=name, daemon=True)
+        thread.start()
+        return thread
+
+    def _guarded(self, name: str, work: Callable[[], None]) -> None:
+        """Run a thread's work; its failure stops the process."""
+        try:
+            work()
+        except Exception:  # noqa: BLE001  # thread main: the process ends, with the reason in the log
+            _log.exception("thread_failed", extra={"failed_thread": name})
+            self._failed = True
+            self._stopping.set()
+
+
+def _spawn(name: str, work: Callable[[], None]) -> None:
+    """Start a release thread. A daemon: one that never returns must not hold up a stop."""
+    Thread(target=work, name=name, daemon=True).start()
+
+
+def _join(threads: Iterable[Thread], seconds: float) -> None:
+    """Wait for threads under one deadline; name those that did not end."""
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            _log.warning("thread_did_not_end", extra={"late_thread": thread.name})
+
+
+def _raise_descriptor_limit() -> None:
+    """Each connection takes two descriptors: libzmq's, and the one we watch the peer by."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

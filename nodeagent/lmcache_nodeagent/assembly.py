@@ -1,0 +1,175 @@
+"""Which part gets which: builds an agent's parts from its configuration. Starts nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lmcache_nodeagent.agent_view import Parts
+from lmcache_nodeagent.hashing import ChunkHasher
+from lmcache_nodeagent.liveness.evidence import ConnectionLedger
+from lmcache_nodeagent.liveness.journal import ReapJournal
+from lmcache_nodeagent.liveness.policy import LivenessSettings
+from lmcache_nodeagent.liveness.reaper import Reaper
+from lmcache_nodeagent.liveness.release import Releaser, Spawn
+from lmcache_nodeagent.liveness.stalls import Stalls
+from lmcache_nodeagent.modules.absent_pings import AbsentPings
+from lmcache_nodeagent.modules.chunk_copies import ChunkCopies
+from lmcache_nodeagent.modules.layouts import LayoutRegistry
+from lmcache_nodeagent.modules.lmcache_driven_transfer import LMCacheDrivenTransferModule
+from lmcache_nodeagent.modules.lookup import LookupModule
+from lmcache_nodeagent.modules.management import ManagementModule
+from lmcache_nodeagent.protocol.operations import Pool as PoolKind
+from lmcache_nodeagent.sessions import SessionTable
+from lmcache_nodeagent.storage.eviction import LruPolicy, NoEvictionPolicy
+from lmcache_nodeagent.storage.objects import L1Store
+from lmcache_nodeagent.transport.dispatch import Dispatcher
+from lmcache_nodeagent.transport.pools import LanePool, OrderedPool
+from lmcache_nodeagent.transport.router import Router
+
+if TYPE_CHECKING:
+    from lmcache_nodeagent.clock import Now
+    from lmcache_nodeagent.config import AgentConfig
+    from lmcache_nodeagent.contexts.base import ContextOpener
+    from lmcache_nodeagent.ids import InstanceId
+    from lmcache_nodeagent.liveness.targets import InstanceLivenessTarget
+    from lmcache_nodeagent.observability.bus import EventBus
+    from lmcache_nodeagent.storage.eviction import EvictionPolicy
+    from lmcache_nodeagent.storage.objects import ObjectKey
+    from lmcache_nodeagent.transport.requests import Request
+    from lmcache_nodeagent.transport.sockets import BoundSockets
+
+_SYNC_QUEUE_SIZE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What an agent is built on: everything that touches the machine."""
+
+    config: AgentConfig
+    boot_id: str
+    sockets: BoundSockets
+    region: memoryview
+    opener: ContextOpener
+    bus: EventBus
+    spawn: Spawn
+    now: Now
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """The parts that have threads, and those that have something to show."""
+
+    parts: Parts
+    dispatcher: Dispatcher
+
+
+@dataclass(slots=True)
+class _Late:
+    """Parts that know each other both ways get their second half here, before anything runs."""
+
+    dispatcher: Dispatcher | None = None
+    targets: tuple[InstanceLivenessTarget, ...] = ()
+
+    def run(self, request: Request) -> None:
+        assert self.dispatcher is not None
+        self.dispatcher.run(request)
+
+    def drop_instance_state(self, instance_id: InstanceId) -> None:
+        for target in self.targets:
+            target.drop_instance_state(instance_id)
+
+
+def liveness_settings(config: AgentConfig) -> LivenessSettings:
+    """Take the liveness windows out of the configuration."""
+    return LivenessSettings(
+        reap_timeout_seconds=config.worker_reap_timeout_seconds,
+        registration_grace_seconds=config.worker_registration_grace_seconds,
+        heartbeat_interval_seconds=config.worker_heartbeat_interval_seconds,
+        hint_confirm_seconds=config.hint_confirm_seconds,
+        close_confirm_seconds=config.close_confirm_seconds,
+        enforce=config.reap_mode == "enforce",
+        reap_idle_connected=config.reap_idle_connected,
+    )
+
+
+def assemble(env: Environment) -> Assembled:
+    """Build and wire all parts."""
+    config, publish, now = env.config, env.bus.publish, env.now
+    late = _Late()
+    sync_pool = OrderedPool(late.run, _SYNC_QUEUE_SIZE)
+    normal_pool = OrderedPool(late.run, config.normal_queue_size)
+    transfer_pool = LanePool(late.run, config.affinity_queue_size, now)
+
+    policy = _eviction_policy(config)
+    store = L1Store(env.region, policy, now=now, write_ttl_seconds=config.l1_write_ttl_seconds)
+    sessions = SessionTable(config.session_ttl_seconds, config.l1_read_ttl_seconds)
+    layouts = LayoutRegistry()
+    hasher = ChunkHasher(config.chunk_size)
+    lookup = LookupModule(
+        store, sessions, layouts, hasher, transfer_pool.after_current, publish, now
+    )
+
+    releaser = Releaser(
+        env.spawn, publish, now, late.drop_instance_state, config.release_deadline_seconds
+    )
+    absent_pings = AbsentPings()
+    copies = ChunkCopies(store, sessions, layouts, hasher, config.null_block_id, publish, now)
+    transfer = LMCacheDrivenTransferModule(
+        env.opener, copies, layouts, releaser, absent_pings, config.chunk_size, publish, now
+    )
+    late.targets = (transfer,)
+
+    ledger, stalls, journal = ConnectionLedger(), Stalls(), ReapJournal(env.boot_id)
+    settings = liveness_settings(config)
+    reaper = Reaper(
+        late.targets,
+        ledger,
+        stalls,
+        lambda: settings,
+        releaser,
+        journal,
+        publish,
+        now,
+        lookup.expire,
+    )
+    management = ManagementModule(
+        late.targets, reaper, store, absent_pings, config.chunk_size, publish, now
+    )
+    router = Router(env.sockets, ledger, stalls, reaper.wake, publish, now)
+    reaper.watch(router)
+    late.dispatcher = Dispatcher(
+        handlers={**management.handlers(), **lookup.handlers(), **transfer.handlers()},
+        pools={
+            PoolKind.SYNC: sync_pool,
+            PoolKind.NORMAL: normal_pool,
+            PoolKind.AFFINITY: transfer_pool,
+        },
+        hear=management.hear,
+        send=router.send,
+        publish=publish,
+    )
+    router.serve(late.dispatcher.receive)
+    parts = Parts(
+        config=config,
+        boot_id=env.boot_id,
+        settings=lambda: settings,
+        router=router,
+        reaper=reaper,
+        releaser=releaser,
+        journal=journal,
+        store=store,
+        sessions=sessions,
+        layouts=layouts,
+        sync_pool=sync_pool,
+        normal_pool=normal_pool,
+        transfer_pool=transfer_pool,
+        bus=env.bus,
+    )
+    return Assembled(parts, late.dispatcher)
+
+
+def _eviction_policy(config: AgentConfig) -> EvictionPolicy[ObjectKey]:
+    if config.eviction_policy == "noop":
+        return NoEvictionPolicy()
+    return LruPolicy(config.eviction_trigger_watermark, config.eviction_ratio)

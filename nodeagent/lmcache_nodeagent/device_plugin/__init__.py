@@ -1,0 +1,1 @@
+"""The kubelet's side of a worker's connection; opened by a later issue."""

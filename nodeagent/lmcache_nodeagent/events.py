@@ -1,0 +1,212 @@
+"""One frozen record per fact the agent reports; logs, counters and spans subscribe to them.
+
+The records stand at the bottom of the layers, so that any part may publish without knowing who
+listens; `observability/` holds the bus and the subscribers. `Publish` never blocks and never
+raises: a full bus drops and counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lmcache_nodeagent.ids import InstanceId
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Root of all records. Subclass names in snake case are the log event names."""
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceRegistered(Event):
+    """A worker's memory was mapped. `replaced`: an older context of the same id gave way."""
+
+    instance_id: InstanceId
+    model: str
+    peer: str
+    mapped_bytes: int
+    replaced: bool
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceUnregistered(Event):
+    """A worker said goodbye itself."""
+
+    instance_id: InstanceId
+    model: str
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceReaped(Event):
+    """A dead worker's memory was fenced off; `InstanceReleased` follows once it is unmapped."""
+
+    instance_id: InstanceId
+    model: str
+    reason: str
+    evidence: tuple[str, ...]
+    silent_seconds: float
+    mapped_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceWouldBeReaped(Event):
+    """What enforcing would have reaped: observe mode, or a reap timeout of 0."""
+
+    instance_id: InstanceId
+    model: str
+    reason: str
+    evidence: tuple[str, ...]
+    silent_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceReleased(Event):
+    """A context is closed and its bytes are returned. `release_seconds` counts from the fence."""
+
+    instance_id: InstanceId
+    released_bytes: int
+    release_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseStuck(Event):
+    """A context did not close within its deadline; nothing else waits for it."""
+
+    instance_id: InstanceId
+    waited_seconds: float
+    transfers_in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseFailed(Event):
+    """Closing a context raised; its memory may stay mapped until the agent restarts."""
+
+    instance_id: InstanceId
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class HintCancelled(Event):
+    """A sign of life cleared a shortened window (a closed connection or a hint)."""
+
+    instance_id: InstanceId
+    window: str
+
+
+@dataclass(frozen=True, slots=True)
+class SilenceBrakeApplied(Event):
+    """Most peers fell silent together and the agent itself looks at fault: reaps wait."""
+
+    silent_peers: int
+    tracked_peers: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatMismatch(Event):
+    """A worker pings more slowly than the reap timeout allows for; its window was widened."""
+
+    instance_id: InstanceId
+    observed_interval_seconds: float
+    window_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StrangerRefused(Event):
+    """A message for an instance came from a connection that may not speak for it."""
+
+    instance_id: InstanceId
+    operation: str
+    peer: str
+    bound_peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRefused(Event):
+    """A request was answered negatively because of the caller. `reason` is a RequestError code."""
+
+    operation: str
+    reason: str
+    peer: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailed(Event):
+    """A handler failed on our side; the caller got the negative reply. `detail`: the traceback."""
+
+    operation: str
+    error: str
+    peer: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class MalformedMessage(Event):
+    """Bytes on the message port that are no request: logged once per peer and period."""
+
+    reason: str
+    peer: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyDropped(Event):
+    """A reply could not be delivered. `reason`: peer_gone or peer_not_reading."""
+
+    operation: str
+    reason: str
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stored(Event):
+    """A store ended. `admitted_chunks` were copied, the others were there already or empty."""
+
+    instance_id: InstanceId
+    model: str
+    requested_chunks: int
+    admitted_chunks: int
+    copied_bytes: int
+    seconds: float
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Retrieved(Event):
+    """A retrieve ended; `ok` only if every chunk of the range was copied."""
+
+    instance_id: InstanceId
+    model: str
+    requested_chunks: int
+    copied_bytes: int
+    seconds: float
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LookedUp(Event):
+    """A lookup found `hit_chunks` of `requested_chunks` as its longest usable prefix."""
+
+    model: str
+    requested_chunks: int
+    hit_chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownInstanceTold(Event):
+    """A ping of an id without a context was answered false once, so that it registers again."""
+
+    instance_id: InstanceId
+    peer: str
+
+
+Publish = Callable[[Event], None]
+"""Hands a record to the bus. Threads: any."""
+
+
+def discard(event: Event) -> None:
+    """Publish to nobody; for tests and tools that need no observer."""
+    del event

@@ -1,0 +1,135 @@
+"""What is remembered of one registered instance to judge whether it lives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from lmcache_nodeagent.liveness.evidence import all_closed
+
+if TYPE_CHECKING:
+    from lmcache_nodeagent.ids import InstanceId
+    from lmcache_nodeagent.liveness.evidence import Connection
+
+PING_INTERVALS_KEPT = 3
+"""The longest of the last three intervals counts: one late ping widens a window for a while."""
+
+_MIN_INTERVAL_SECONDS = 0.5
+"""Shorter gaps are queued pings read in one go after an outage, not an interval."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """A reason to shorten a window, from the operator (design of the operator link).
+
+    `observed_at` is monotonic; a hint is refused for an instance registered later than that.
+    """
+
+    trigger: str
+    observed_at: float
+    expires_at: float
+
+
+class Speaker(Enum):
+    """What a message for an instance is worth, given the connection it came over."""
+
+    RIGHTFUL = "rightful"
+    STRANGER = "stranger"
+    UNKNOWN_INSTANCE = "unknown_instance"
+
+
+@dataclass(slots=True, eq=False)
+class LivenessEntry:
+    """Liveness of one instance. Guarded by the lock of the transfer module that holds it.
+
+    Seed: worker-liveness design, section 5.1. `last_seen` and `registered_at` are monotonic
+    seconds. `connections` are those that have rightfully spoken for the instance and are worth
+    remembering; `registrant` is the one that registered it last; `superseded` ones spoke for a
+    context that a later registration replaced, and have no say while the registrant is open.
+    """
+
+    instance_id: InstanceId
+    engine_type: str
+    registered_at: float
+    last_seen: float
+    registrant: Connection
+    has_liveness_signal: bool = False
+    connections: list[Connection] = field(default_factory=list)
+    superseded: list[Connection] = field(default_factory=list)
+    hints: list[Hint] = field(default_factory=list)
+    ping_intervals: list[float] = field(default_factory=list)
+    last_ping_at: float | None = None
+    mismatch_reported: bool = False
+    would_reap_reported: str = ""
+
+    def __post_init__(self) -> None:
+        """Bind the registrant."""
+        if not self.connections:
+            self.connections.append(self.registrant)
+
+    @property
+    def observed_interval_seconds(self) -> float:
+        """Longest of the last ping intervals; 0 before the second ping."""
+        return max(self.ping_intervals, default=0.0)
+
+    @property
+    def last_connection(self) -> Connection:
+        """The connection the instance was last bound to."""
+        return self.connections[-1]
+
+    def speaker(self, connection: Connection) -> Speaker:
+        """Tell whether `connection` may speak for this instance (design, "Who may speak")."""
+        if connection in self.connections:
+            return Speaker.RIGHTFUL
+        if connection in self.superseded and self.registrant.is_open:
+            return Speaker.STRANGER
+        if all_closed(self.connections) or any(map(connection.same_peer, self.connections)):
+            return Speaker.RIGHTFUL
+        return Speaker.STRANGER
+
+    def may_unregister(self, connection: Connection) -> bool:
+        """An earlier owner's late goodbye must not take the context of the present one."""
+        if connection is self.registrant:
+            return True
+        return not self.registrant.is_open and self.speaker(connection) is Speaker.RIGHTFUL
+
+    def bind(self, connection: Connection) -> None:
+        """Remember a rightful speaker; the closed ones before it are forgotten."""
+        if connection is self.last_connection:
+            return
+        self.connections = [c for c in self.connections if c.is_open and c is not connection]
+        self.connections.append(connection)
+
+    def seen(self, connection: Connection, now: float) -> str:
+        """Take a sign of life of a rightful speaker; return the window it cancelled, or ''.
+
+        A message read after its connection was found closed was sent before the close: it says
+        nothing about the time since.
+        """
+        if connection.closed_at is not None:
+            self.last_seen = max(self.last_seen, min(now, connection.closed_at))
+            return ""
+        cancelled = "close" if all_closed(self.connections) else ""
+        if self.hints:
+            cancelled = "hint"
+            self.hints.clear()
+        self.bind(connection)
+        self.last_seen = max(self.last_seen, now)
+        self.would_reap_reported = ""
+        return cancelled
+
+    def inherit(self, earlier: LivenessEntry) -> None:
+        """Take over what an earlier entry of the same id taught about its heartbeat."""
+        self.has_liveness_signal = earlier.has_liveness_signal
+        self.ping_intervals = list(earlier.ping_intervals)
+        self.last_ping_at = earlier.last_ping_at
+
+    def pinged(self, now: float) -> None:
+        """Latch the liveness signal and measure the interval. Only PING does this."""
+        self.has_liveness_signal = True
+        if self.last_ping_at is not None and now - self.last_ping_at >= _MIN_INTERVAL_SECONDS:
+            self.ping_intervals = [*self.ping_intervals, now - self.last_ping_at][
+                -PING_INTERVALS_KEPT:
+            ]
+        self.last_ping_at = now

@@ -1,0 +1,194 @@
+"""What the transport saw of the workers' connections, in a form that can be judged.
+
+The router thread writes these records, everyone may read them: each field is written by that one
+thread and holds an immutable value, so a reader sees the old or the new one, never half of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+from threading import Lock
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from lmcache_nodeagent.ids import InstanceId, RoutingId
+
+_GONE_CANDIDATES_KEPT = 1024
+_CLOSES_KEPT = 256
+
+
+class CloseKind(Enum):
+    """Who ended a connection. Only `PEER` says something about the peer's life."""
+
+    PEER = "peer"
+    TIMED_OUT = "timed_out"  # TCP keepalive or retransmission gave up: silence, not a close
+    OURSELVES = "ourselves"  # oversize frame, protocol error, limits
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Who is at the other end, as the kernel tells it.
+
+    `identity` is what two connections of one peer share: the IP address over TCP (an IPv4-mapped
+    IPv6 address counts as the IPv4 one), the process over a Unix socket. `text` is for people.
+    """
+
+    identity: str
+    text: str
+    local: bool = False
+
+
+UNKNOWN_PEER = Peer(identity="", text="unknown")
+"""A peer that libzmq tells nothing about (the oldest ZMTP framing). It equals nobody."""
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """One accepted connection as the socket monitor saw it, before it says who it is.
+
+    `serial` numbers links in the order they were accepted, over the life of the agent.
+    """
+
+    serial: int
+    descriptor: int
+    accepted_at: float
+    closed_at: float | None = None
+    connection: Connection | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """One connection that has spoken, known by its ROUTER routing id.
+
+    `link` is known only if the connection was still routable after its descriptor was read; without
+    it the accept order is unknown and counts as the earliest. `process_gone` is set by the pidfd.
+    """
+
+    routing_id: RoutingId
+    peer: Peer
+    opened_at: float
+    first_uid: int | None = None
+    link: Link | None = None
+    closed_at: float | None = None
+    close_kind: CloseKind | None = None
+    process_gone: bool = False
+    spoke_for: frozenset[InstanceId] = frozenset()
+    asked_lookups: bool = False
+    replies_dropped: int = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Not yet found closed. Threads: any."""
+        return self.closed_at is None
+
+    @property
+    def accept_serial(self) -> int:
+        """Place in the accept order, 0 if unknown."""
+        return self.link.serial if self.link else 0
+
+    def same_peer(self, other: Connection) -> bool:
+        """Tell whether both are of one peer; an unknown peer equals nobody."""
+        return self.peer.identity != "" and self.peer.identity == other.peer.identity
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the policy needs to know beside the entry itself, frozen at one moment.
+
+    Attributes:
+        links: every open link.
+        gone_candidates: (serial, moment) of links that closed without having been excluded.
+        peer_closes: (peer identity, moment) of recent closes by peers.
+        router_stall_ended_at: end of the last router stall longer than a second, or None.
+    """
+
+    links: tuple[Link, ...] = ()
+    gone_candidates: tuple[tuple[int, float], ...] = ()
+    peer_closes: tuple[tuple[str, float], ...] = ()
+    router_stall_ended_at: float | None = None
+
+
+@dataclass(slots=True)
+class _Books:
+    links: dict[int, Link] = field(default_factory=dict)
+    gone: deque[tuple[int, float]] = field(
+        default_factory=lambda: deque(maxlen=_GONE_CANDIDATES_KEPT)
+    )
+    closes: deque[tuple[str, float]] = field(default_factory=lambda: deque(maxlen=_CLOSES_KEPT))
+    stall_ended_at: float | None = None
+
+
+class ConnectionLedger:
+    """All links and recent closes. Written by `zmq-router`, read by the reaper and by status."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()  # guards: _books
+        self._books = _Books()
+        self._next_serial = 1  # router thread only
+
+    def accepted(self, descriptor: int, now: float) -> Link:
+        """Record an accepted link. Thread: zmq-router."""
+        link = Link(serial=self._next_serial, descriptor=descriptor, accepted_at=now)
+        self._next_serial += 1
+        with self._lock:
+            self._books.links[descriptor] = link
+        return link
+
+    def open_link(self, descriptor: int) -> Link | None:
+        """Return the link that now holds this descriptor. Thread: zmq-router."""
+        return self._books.links.get(descriptor)
+
+    def link_closed(
+        self, descriptor: int, now: float, *, may_have_been_a_worker: bool
+    ) -> Link | None:
+        """Record a link's end; None if it was never seen accepted. Thread: zmq-router.
+
+        `may_have_been_a_worker` is False for links that the peer gave up before the ZMTP
+        handshake: port scans and TCP probes, not a worker that came back.
+        """
+        with self._lock:
+            link = self._books.links.pop(descriptor, None)
+            if link is None:
+                return None
+            link.closed_at = now
+            if may_have_been_a_worker and (
+                link.connection is None or not link.connection.spoke_for
+            ):
+                self._books.gone.append((link.serial, now))
+        return link
+
+    def connection_closed(self, connection: Connection, now: float, kind: CloseKind) -> None:
+        """Record that a connection is closed, once. Thread: zmq-router."""
+        if connection.closed_at is not None:
+            return
+        connection.close_kind = kind
+        connection.closed_at = now
+        if kind is CloseKind.PEER and connection.spoke_for and not connection.peer.local:
+            with self._lock:
+                self._books.closes.append((connection.peer.identity, now))
+
+    def router_stalled(self, ended_at: float) -> None:
+        """Record a router stall longer than a second. Thread: zmq-router."""
+        with self._lock:
+            self._books.stall_ended_at = ended_at
+
+    def surroundings(self) -> Surroundings:
+        """Freeze what is known now. Threads: any."""
+        with self._lock:
+            books = self._books
+            return Surroundings(
+                links=tuple(books.links.values()),
+                gone_candidates=tuple(books.gone),
+                peer_closes=tuple(books.closes),
+                router_stall_ended_at=books.stall_ended_at,
+            )
+
+
+def all_closed(connections: Iterable[Connection]) -> bool:
+    """Tell whether there is at least one connection and none is open."""
+    states = [connection.is_open for connection in connections]
+    return bool(states) and not any(states)

@@ -1,0 +1,282 @@
+"""Who is dead: one pure function over what is known. Nothing else in the agent decides a reap.
+
+Rules and reasons: docs/liveness.md. All moments are monotonic seconds; nothing here reads a clock,
+takes a lock or has an effect.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from lmcache_nodeagent.liveness.evidence import CloseKind, all_closed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from lmcache_nodeagent.liveness.entry import LivenessEntry
+    from lmcache_nodeagent.liveness.evidence import Connection, Surroundings
+    from lmcache_nodeagent.liveness.stalls import Stalls
+
+ENGINE_WITH_ALL_EVIDENCE = "vllm"
+"""Connectors of other engines behave differently on closes: silence and proof alone judge them."""
+
+NETWORK_EVENT_SECONDS = 2.0
+"""Closes from two or more peers within this time are the network's doing, not the workers'."""
+
+BRAKE_MIN_PEERS = 3
+BRAKE_SHARE = 0.6
+
+
+class Reason(Enum):
+    """Why an instance was reaped; names as in logs, journal and metrics."""
+
+    PROCESS_EXIT = "process_exit"
+    CONNECTION_CLOSED = "connection_closed"
+    POD_HINT = "pod_hint"
+    HEARTBEAT_TIMEOUT = "heartbeat_timeout"
+    REGISTRATION_GRACE = "registration_grace"
+
+
+class Window(Enum):
+    """Which window an instance is judged on."""
+
+    HEARTBEAT_TIMEOUT = "heartbeat_timeout"
+    REGISTRATION_GRACE = "registration_grace"
+    HINT = "hint"
+    CLOSE = "close"
+    NONE = "none"
+
+
+class State(Enum):
+    """What people see of an instance."""
+
+    ACTIVE = "active"
+    IDLE = "idle"
+    CLOSED = "closed"
+    SUSPECT = "suspect"
+    RELEASING = "releasing"
+
+
+@dataclass(frozen=True, slots=True)
+class LivenessSettings:
+    """The windows, in seconds. `reap_timeout_seconds` 0 means that nothing is ever reaped."""
+
+    reap_timeout_seconds: float = 120.0
+    registration_grace_seconds: float = 3600.0
+    heartbeat_interval_seconds: float = 10.0
+    hint_confirm_seconds: float = 15.0
+    close_confirm_seconds: float = 10.0
+    enforce: bool = True
+    reap_idle_connected: bool = False
+
+    @property
+    def reaps(self) -> bool:
+        """False: verdicts are only reported (observe mode, or a reap timeout of 0)."""
+        return self.enforce and self.reap_timeout_seconds > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What follows for one instance now.
+
+    `deadline` is when `window` ends, None if nothing runs out; `reason` is set once it has, or on
+    proof. `held_by` names what keeps a dead-looking instance, for people.
+    """
+
+    state: State
+    window: Window
+    deadline: float | None
+    reason: Reason | None
+    held_by: str | None
+    evidence: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """One running window: the earliest limit is the verdict."""
+
+    window: Window
+    reason: Reason
+    deadline: float
+
+
+def judge(
+    entry: LivenessEntry,
+    now: float,
+    settings: LivenessSettings,
+    surroundings: Surroundings,
+    stalls: Stalls,
+) -> Verdict:
+    """Judge one instance. The caller holds the lock that guards `entry`."""
+    closed = all_closed(entry.connections)
+    held_by, candidates = None, 0
+    if closed:
+        candidates = sum(1 for _ in open_candidates(entry, surroundings))
+        held_by = f"{candidates} candidate connection(s)" if candidates else None
+    elif not entry.has_liveness_signal and not settings.reap_idle_connected:
+        held_by = "open connection"
+    evidence = _describe(entry, now, closed=closed, candidates=candidates)
+    if closed and entry.last_connection.process_gone:
+        return Verdict(State.CLOSED, Window.NONE, None, Reason.PROCESS_EXIT, None, evidence)
+    limits = list(_limits(entry, settings, surroundings, stalls, held=held_by is not None))
+    earliest = min(limits, key=lambda limit: limit.deadline, default=None)
+    state = _state(entry, now, closed=closed, settings=settings)
+    if earliest is None:
+        return Verdict(state, Window.NONE, None, None, held_by, evidence)
+    reason = earliest.reason if now >= earliest.deadline else None
+    return Verdict(state, earliest.window, earliest.deadline, reason, held_by, evidence)
+
+
+def _limits(
+    entry: LivenessEntry,
+    settings: LivenessSettings,
+    surroundings: Surroundings,
+    stalls: Stalls,
+    *,
+    held: bool,
+) -> Iterable[_Limit]:
+    """Yield every window that runs for this entry."""
+
+    def limit(window: Window, reason: Reason, start: float, seconds: float) -> _Limit:
+        return _Limit(window, reason, start + seconds + stalls.delay_since(start))
+
+    if settings.reap_timeout_seconds > 0:
+        if entry.has_liveness_signal:
+            seconds = silence_window_seconds(entry, settings)
+            yield limit(
+                Window.HEARTBEAT_TIMEOUT, Reason.HEARTBEAT_TIMEOUT, entry.last_seen, seconds
+            )
+        elif not held or settings.reap_idle_connected:
+            grace = settings.registration_grace_seconds
+            yield limit(
+                Window.REGISTRATION_GRACE, Reason.REGISTRATION_GRACE, entry.last_seen, grace
+            )
+    if held:
+        return
+    for hint in entry.hints:
+        seconds = hint_window_seconds(entry, settings)
+        yield limit(Window.HINT, Reason.POD_HINT, hint.observed_at, seconds)
+    if closed_by_peer(entry):
+        start = close_window_start(entry, surroundings)
+        seconds = settings.close_confirm_seconds
+        if is_network_event(entry, surroundings):
+            seconds = hint_window_seconds(entry, settings)
+        yield limit(Window.CLOSE, Reason.CONNECTION_CLOSED, start, seconds)
+
+
+def silence_window_seconds(entry: LivenessEntry, settings: LivenessSettings) -> float:
+    """T, or three observed ping intervals if that is longer, at most the grace."""
+    widened = min(3 * entry.observed_interval_seconds, settings.registration_grace_seconds)
+    return max(settings.reap_timeout_seconds, widened)
+
+
+def hint_window_seconds(entry: LivenessEntry, settings: LivenessSettings) -> float:
+    """The confirm time, or one and a half observed ping intervals, at most the grace."""
+    widened = min(1.5 * entry.observed_interval_seconds, settings.registration_grace_seconds)
+    return max(settings.hint_confirm_seconds, widened)
+
+
+def heartbeat_is_mismatched(entry: LivenessEntry, settings: LivenessSettings) -> bool:
+    """Tell whether the worker pings too slowly for T; 10 % of jitter is not a mismatch."""
+    timeout = settings.reap_timeout_seconds
+    return timeout > 0 and 3 * entry.observed_interval_seconds > 1.1 * timeout
+
+
+def closed_by_peer(entry: LivenessEntry) -> bool:
+    """Tell whether the instance's connections are all closed, the last one by the worker's end."""
+    return (
+        entry.engine_type == ENGINE_WITH_ALL_EVIDENCE
+        and all_closed(entry.connections)
+        and entry.last_connection.close_kind is CloseKind.PEER
+    )
+
+
+def open_candidates(entry: LivenessEntry, surroundings: Surroundings) -> Iterable[str]:
+    """Yield a line for each open connection that might be the same worker come back."""
+    for link in surroundings.links:
+        if link.serial <= entry.last_connection.accept_serial:
+            continue
+        if link.connection is None:
+            yield f"link {link.serial}, silent so far"
+        elif not _excluded(link.connection, entry):
+            yield f"link {link.serial} from {link.connection.peer.text}"
+
+
+def _excluded(candidate: Connection, entry: LivenessEntry) -> bool:
+    """Tell whether a connection has shown that it is somebody else.
+
+    Stock clients count their uids on over a reconnect, so uid 0 is a new process's first request.
+    """
+    if candidate.first_uid == 0 or candidate.spoke_for - {entry.instance_id}:
+        return True
+    return candidate.asked_lookups and not any(c.asked_lookups for c in entry.connections)
+
+
+def close_window_start(entry: LivenessEntry, surroundings: Surroundings) -> float:
+    """The latest of: the close, a later candidate's close, a router stall's end."""
+    closed_at = max(c.closed_at for c in entry.connections if c.closed_at is not None)
+    moments = [closed_at]
+    for serial, gone_at in surroundings.gone_candidates:
+        if serial > entry.last_connection.accept_serial:
+            moments.append(gone_at)
+    if surroundings.router_stall_ended_at is not None:
+        moments.append(surroundings.router_stall_ended_at)
+    return max(moments)
+
+
+def is_network_event(entry: LivenessEntry, surroundings: Surroundings) -> bool:
+    """Tell whether another peer's connection closed within two seconds of this one's."""
+    closed_at = entry.last_connection.closed_at
+    own = entry.last_connection.peer.identity
+    return closed_at is not None and any(
+        identity != own and abs(moment - closed_at) <= NETWORK_EVENT_SECONDS
+        for identity, moment in surroundings.peer_closes
+    )
+
+
+def brake_applies(silent_peers: int, tracked_peers: int, *, agent_looks_at_fault: bool) -> bool:
+    """Mass silence: at least three peers and over 60 % of them, and a sign that we are at fault."""
+    return (
+        agent_looks_at_fault
+        and silent_peers >= BRAKE_MIN_PEERS
+        and silent_peers > BRAKE_SHARE * tracked_peers
+    )
+
+
+def _state(entry: LivenessEntry, now: float, *, closed: bool, settings: LivenessSettings) -> State:
+    if closed:
+        return State.CLOSED
+    if entry.hints:
+        return State.SUSPECT
+    if not entry.has_liveness_signal:
+        return State.IDLE
+    window = silence_window_seconds(entry, settings)
+    if window > 0 and now - entry.last_seen > window / 2:
+        return State.SUSPECT
+    return State.ACTIVE
+
+
+def _describe(
+    entry: LivenessEntry, now: float, *, closed: bool, candidates: int
+) -> tuple[str, ...]:
+    """Say in words what is known, for the journal and for people."""
+    lines = [f"silent for {now - entry.last_seen:.1f} s"]
+    lines.append("has pinged" if entry.has_liveness_signal else "never pinged")
+    if entry.observed_interval_seconds:
+        lines.append(f"pings every {entry.observed_interval_seconds:.1f} s")
+    last = entry.last_connection
+    if closed and last.closed_at is not None and last.close_kind is not None:
+        ago = now - last.closed_at
+        lines.append(
+            f"connection from {last.peer.text} closed {ago:.1f} s ago ({last.close_kind.value})"
+        )
+    elif not closed:
+        lines.append(f"connection from {last.peer.text} open")
+    if last.process_gone:
+        lines.append("process exited (pidfd)")
+    if candidates:
+        lines.append(f"{candidates} connection(s) might be the worker come back")
+    lines.extend(f"hint: {hint.trigger}" for hint in entry.hints)
+    return tuple(lines)

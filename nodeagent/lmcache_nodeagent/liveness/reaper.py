@@ -1,0 +1,292 @@
+"""The reaper thread: sleeps until the earliest deadline, asks the policy, takes out the dead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from threading import Event
+from typing import TYPE_CHECKING, Protocol
+
+from lmcache_nodeagent.clock import wall_time_text
+from lmcache_nodeagent.events import (
+    HeartbeatMismatch,
+    InstanceReaped,
+    InstanceWouldBeReaped,
+    SilenceBrakeApplied,
+)
+from lmcache_nodeagent.liveness.journal import Reap
+from lmcache_nodeagent.liveness.policy import (
+    Reason,
+    brake_applies,
+    heartbeat_is_mismatched,
+    judge,
+    silence_window_seconds,
+)
+from lmcache_nodeagent.liveness.stalls import STALL_SECONDS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from lmcache_nodeagent.clock import Now
+    from lmcache_nodeagent.events import Event as Fact
+    from lmcache_nodeagent.events import Publish
+    from lmcache_nodeagent.ids import InstanceId
+    from lmcache_nodeagent.liveness.entry import LivenessEntry
+    from lmcache_nodeagent.liveness.evidence import ConnectionLedger
+    from lmcache_nodeagent.liveness.journal import ReapJournal
+    from lmcache_nodeagent.liveness.policy import LivenessSettings, Verdict
+    from lmcache_nodeagent.liveness.release import Releaser
+    from lmcache_nodeagent.liveness.stalls import Stalls
+    from lmcache_nodeagent.liveness.targets import InstanceLivenessTarget, ReapableEntry
+
+_LONGEST_SLEEP_SECONDS = 30.0
+_SHORTEST_SLEEP_SECONDS = 0.01
+_RETRY_SECONDS = 0.1
+_CAUGHT_UP_WAIT_SECONDS = 1.0
+
+
+class RouterWatch(Protocol):
+    """What the reaper needs of the router thread."""
+
+    def caught_up(self, timeout_seconds: float) -> bool:
+        """Wait until everything queued before this call was read and closes were checked again."""
+
+    def last_read_at(self) -> float:
+        """Moment (monotonic) at which the router last read a message from anybody."""
+
+
+@dataclass(slots=True)
+class _Survey:
+    """What one look at all entries found. Filled under the targets' locks, acted on afterwards."""
+
+    deadlines: list[float] = field(default_factory=list)
+    due: int = 0
+    silent: list[LivenessEntry] = field(default_factory=list)
+    peers: set[str] = field(default_factory=set)
+    facts: list[Fact] = field(default_factory=list)
+
+
+class Reaper:
+    """Owned by `ManagementModule`. Thread: reaper, but for `wake` and `stop` (any)."""
+
+    def __init__(
+        self,
+        targets: Sequence[InstanceLivenessTarget],
+        ledger: ConnectionLedger,
+        stalls: Stalls,
+        settings: Callable[[], LivenessSettings],
+        releaser: Releaser,
+        journal: ReapJournal,
+        publish: Publish,
+        now: Now,
+        housekeeping: Callable[[float], None],
+    ) -> None:
+        self._targets = targets
+        self._ledger = ledger
+        self._stalls = stalls
+        self._settings = settings
+        self._releaser = releaser
+        self._journal = journal
+        self._publish = publish
+        self._now = now
+        self._housekeeping = housekeeping
+        self._router: RouterWatch | None = None
+        self._brake_until: float | None = None
+        self._woken = Event()
+        self._stopping = Event()
+
+    def watch(self, router: RouterWatch) -> None:
+        """Connect the router; before `run`."""
+        self._router = router
+
+    def run(self) -> None:
+        """Scan until stopped."""
+        while not self._stopping.is_set():
+            next_scan = self.scan()
+            planned = max(_SHORTEST_SLEEP_SECONDS, next_scan - self._now())
+            started = self._now()
+            self._woken.wait(planned)
+            self._woken.clear()
+            self._note_lateness(started + planned)
+
+    def stop(self) -> None:
+        """Make `run` return soon."""
+        self._stopping.set()
+        self._woken.set()
+
+    def wake(self) -> None:
+        """Scan now: there is new evidence."""
+        self._woken.set()
+
+    def _note_lateness(self, expected: float) -> None:
+        """A scan that runs late puts off every deadline that began before the delay."""
+        now = self._now()
+        if now - expected > STALL_SECONDS:
+            self._stalls.record(expected, now)
+
+    def scan(self) -> float:
+        """Look at every entry once, take out the dead, return when to look again (monotonic)."""
+        now = self._now()
+        settings = self._settings()
+        self._housekeeping(now)
+        survey = self._survey(now, settings)
+        if survey.due and settings.reaps:
+            router = self._router
+            if router is not None and not router.caught_up(_CAUGHT_UP_WAIT_SECONDS):
+                survey.deadlines.append(now + _RETRY_SECONDS)
+            else:
+                self._reap(settings, survey)
+        for fact in survey.facts:
+            self._publish(fact)
+        stuck_at = self._releaser.report_stuck()
+        if stuck_at is not None:
+            survey.deadlines.append(stuck_at)
+        return min([*survey.deadlines, now + self._longest_sleep(settings)])
+
+    @staticmethod
+    def _longest_sleep(settings: LivenessSettings) -> float:
+        timeout = settings.reap_timeout_seconds
+        return min(timeout / 4, _LONGEST_SLEEP_SECONDS) if timeout else _LONGEST_SLEEP_SECONDS
+
+    def _survey(self, now: float, settings: LivenessSettings) -> _Survey:
+        survey = _Survey()
+        surroundings = self._ledger.surroundings()
+
+        def visit(entry: ReapableEntry) -> None:
+            verdict = judge(entry, now, settings, surroundings, self._stalls)
+            survey.peers.add(entry.last_connection.peer.identity)
+            if verdict.reason is not None:
+                survey.due += 1
+                if verdict.reason is Reason.HEARTBEAT_TIMEOUT:
+                    survey.silent.append(entry)
+                if not settings.reaps:
+                    _note_would_reap(entry, verdict, now, survey)
+            elif verdict.deadline is not None:
+                survey.deadlines.append(verdict.deadline)
+            _note_mismatch(entry, settings, survey)
+
+        for target in self._targets:
+            target.visit_entries(visit)
+        return survey
+
+    def _reap(self, settings: LivenessSettings, survey: _Survey) -> None:
+        """Judge again, with everything read that was queued, and take out the condemned."""
+        now = self._now()
+        surroundings = self._ledger.surroundings()
+        braked = self._brake(now, settings, survey)
+        verdicts: dict[InstanceId, Verdict] = {}
+
+        def decide(entry: LivenessEntry) -> bool:
+            verdict = judge(entry, now, settings, surroundings, self._stalls)
+            if verdict.reason is None:
+                if verdict.deadline is not None:
+                    survey.deadlines.append(verdict.deadline)
+                return False
+            if braked and verdict.reason is Reason.HEARTBEAT_TIMEOUT:
+                return False
+            verdicts[entry.instance_id] = verdict
+            return True
+
+        for target in self._targets:
+            for entry in target.reap_stale_instances(decide):
+                self._release(entry, verdicts[entry.instance_id], now)
+
+    def _brake(self, now: float, settings: LivenessSettings, survey: _Survey) -> bool:
+        """Tell whether silence reaps wait: mass silence that looks like our own fault."""
+        silent_peers = {e.last_connection.peer.identity for e in survey.silent}
+        at_fault = bool(survey.silent) and self._looks_at_fault(now, settings, survey.silent)
+        if not brake_applies(len(silent_peers), len(survey.peers), agent_looks_at_fault=at_fault):
+            self._brake_until = None if not survey.silent else self._brake_until
+            return False
+        if self._brake_until is None:
+            self._brake_until = now + settings.reap_timeout_seconds
+            survey.facts.append(
+                SilenceBrakeApplied(
+                    len(silent_peers), len(survey.peers), settings.reap_timeout_seconds
+                )
+            )
+        if now >= self._brake_until:
+            return False
+        survey.deadlines.append(self._brake_until)
+        return True
+
+    def _looks_at_fault(
+        self, now: float, settings: LivenessSettings, silent: Sequence[LivenessEntry]
+    ) -> bool:
+        """The router read nothing from anybody since they spoke, or scans overslept."""
+        if self._stalls.any_since(now - 2 * settings.reap_timeout_seconds):
+            return True
+        last_spoken = max(entry.last_seen for entry in silent)
+        return self._router is not None and self._router.last_read_at() <= last_spoken
+
+    def verdicts(self) -> Sequence[tuple[ReapableEntry, Verdict, float]]:
+        """Judge every entry now, for people: (entry, verdict, silent seconds). Threads: any."""
+        now, settings = self._now(), self._settings()
+        surroundings = self._ledger.surroundings()
+        found: list[tuple[ReapableEntry, Verdict, float]] = []
+
+        def visit(entry: ReapableEntry) -> None:
+            verdict = judge(entry, now, settings, surroundings, self._stalls)
+            found.append((entry, verdict, now - entry.last_seen))
+
+        for target in self._targets:
+            target.visit_entries(visit)
+        return found
+
+    @property
+    def brake_until(self) -> float | None:
+        """End of the mass-silence brake (monotonic), None if it does not hold. Threads: any."""
+        return self._brake_until
+
+    def _release(self, entry: ReapableEntry, verdict: Verdict, now: float) -> None:
+        """Release one entry and journal it once its bytes are back, or are known to be stuck."""
+        reason = verdict.reason.value if verdict.reason else ""
+        silent_seconds, detected_at, mapped = now - entry.last_seen, wall_time_text(), entry.nbytes
+        self._publish(
+            InstanceReaped(
+                entry.instance_id, entry.model, reason, verdict.evidence, silent_seconds, mapped
+            )
+        )
+
+        def journal(release_seconds: float | None) -> None:
+            self._journal.append(
+                Reap(
+                    instance_id=entry.instance_id,
+                    model=entry.model,
+                    reason=reason,
+                    evidence=verdict.evidence,
+                    silent_seconds=silent_seconds,
+                    detected_at=detected_at,
+                    release_seconds=release_seconds,
+                    released_bytes=mapped if release_seconds is not None else 0,
+                )
+            )
+
+        self._releaser.start(entry, journal)
+
+
+def _note_would_reap(entry: ReapableEntry, verdict: Verdict, now: float, survey: _Survey) -> None:
+    """Report once per silence what enforcing would have done. Runs under the target's lock."""
+    reason = verdict.reason.value if verdict.reason else ""
+    if entry.would_reap_reported == reason:
+        return
+    entry.would_reap_reported = reason
+    silent_seconds = now - entry.last_seen
+    survey.facts.append(
+        InstanceWouldBeReaped(
+            entry.instance_id, entry.model, reason, verdict.evidence, silent_seconds
+        )
+    )
+
+
+def _note_mismatch(entry: LivenessEntry, settings: LivenessSettings, survey: _Survey) -> None:
+    """Report once that a worker pings too slowly for T. Runs under the target's lock."""
+    mismatched = heartbeat_is_mismatched(entry, settings)
+    if mismatched and not entry.mismatch_reported:
+        survey.facts.append(
+            HeartbeatMismatch(
+                entry.instance_id,
+                entry.observed_interval_seconds,
+                silence_window_seconds(entry, settings),
+            )
+        )
+    entry.mismatch_reported = mismatched

@@ -1,0 +1,75 @@
+"""How the transport hands a request to a module, and how a module answers later than now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Lock
+from typing import TYPE_CHECKING, Protocol
+
+from lmcache_nodeagent.liveness.targets import UNTOUCHED, Touched
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lmcache_nodeagent.liveness.evidence import Connection
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Who asks. `touched` is what the router's look at the message found for its instance."""
+
+    connection: Connection
+    touched: Touched = UNTOUCHED
+
+
+class Pending:
+    """A reply that comes later: a continuation, so that no pool thread waits for it.
+
+    The first `settle` counts, later ones do nothing. Threads: any.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()  # guards: everything below
+        self._settled = False
+        self._value: object = None
+        self._listener: Callable[[object], None] | None = None
+
+    def settle(self, value: object) -> None:
+        """Give the reply."""
+        with self._lock:
+            if self._settled:
+                return
+            self._settled, self._value = True, value
+            listener = self._listener
+        if listener is not None:
+            listener(value)
+
+    def when_settled(self, listener: Callable[[object], None]) -> None:
+        """Call `listener` with the reply once, now if it is there already."""
+        with self._lock:
+            self._listener = listener
+            if not self._settled:
+                return
+            value = self._value
+        listener(value)
+
+
+class Handler(Protocol):
+    """Serves one operation: gets the call and the decoded payload, returns the reply's value.
+
+    A `Pending` is answered when it settles. A `RequestError` becomes the operation's negative
+    reply, any other exception too, but as a failure of ours.
+    """
+
+    def __call__(self, call: Call, /, *payload: object) -> object:
+        """Serve the request. Thread: that of the operation's pool."""
+        ...
+
+
+class Module(Protocol):
+    """A part that serves operations."""
+
+    def handlers(self) -> Mapping[str, Callable[..., object]]:
+        """Return the handlers by operation name."""
+        ...

@@ -1,0 +1,203 @@
+"""Moving chunks between a worker's context and L1: whole, or not at all."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lmcache_nodeagent.errors import MalformedRequest
+from lmcache_nodeagent.events import Retrieved, Stored
+from lmcache_nodeagent.modules.object_keys import object_keys, transfer_hashes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lmcache_nodeagent.clock import Now
+    from lmcache_nodeagent.events import Publish
+    from lmcache_nodeagent.hashing import ChunkHasher
+    from lmcache_nodeagent.modules.context_entry import ContextEntry
+    from lmcache_nodeagent.modules.layouts import LayoutRegistry
+    from lmcache_nodeagent.protocol.messages import BlockIds, CacheKey
+    from lmcache_nodeagent.sessions import SessionTable
+    from lmcache_nodeagent.storage.objects import L1Store, ObjectKey, Reservation
+
+
+class ChunkCopies:
+    """Stores and retrieves for one agent. Threads: transfer-<n>, several at a time."""
+
+    def __init__(
+        self,
+        store: L1Store,
+        sessions: SessionTable,
+        layouts: LayoutRegistry,
+        hasher: ChunkHasher,
+        null_block_id: int,
+        publish: Publish,
+        now: Now,
+    ) -> None:
+        self._store = store
+        self._sessions = sessions
+        self._layouts = layouts
+        self._hasher = hasher
+        self._null_block_id = null_block_id
+        self._publish = publish
+        self._now = now
+
+    def store(self, entry: ContextEntry, key: CacheKey, block_ids: BlockIds) -> bool:
+        """Admit the chunks of [start, end) that are not in L1 yet.
+
+        Returns:
+            True if each chunk with content is in L1 when this returns. A range that does not fit
+            as a whole is not stored at all.
+
+        Raises:
+            MalformedRequest, LayoutError: the range or the block ids do not fit.
+            TransferError: a copy failed; nothing of it becomes visible.
+        """
+        started = self._now()
+        keys = self._keys(entry, key)
+        entry.context.check_block_ids(block_ids, len(keys))
+        filled = self._filled_chunks(entry, block_ids, len(keys))
+        wanted = {keys[index]: index for index in filled}
+        nbytes = entry.context.layout.object_nbytes
+        reservation = self._store.reserve(list(wanted), nbytes) if wanted else None
+        admitted = 0
+        if reservation is not None:
+            admitted = self._fill(entry, block_ids, reservation, wanted)
+        ok = all(self._store.contains(object_key) for object_key in wanted)
+        self._publish(
+            Stored(
+                instance_id=entry.instance_id,
+                model=entry.model,
+                requested_chunks=len(keys),
+                admitted_chunks=admitted,
+                copied_bytes=admitted * nbytes,
+                seconds=self._now() - started,
+                ok=ok,
+            )
+        )
+        return ok
+
+    def _fill(
+        self,
+        entry: ContextEntry,
+        block_ids: BlockIds,
+        reservation: Reservation,
+        indices: dict[ObjectKey, int],
+    ) -> int:
+        """Copy into a reservation and commit it; return how many chunks became visible."""
+        slots = reservation.slots
+        if not slots:
+            return 0
+        try:
+            entry.context.gather(
+                block_ids, [indices[object_key] for object_key in slots], list(slots.values())
+            )
+        except BaseException:
+            self._store.abort(reservation)
+            raise
+        return len(self._store.commit(reservation))
+
+    def retrieve(
+        self,
+        entry: ContextEntry,
+        key: CacheKey,
+        block_ids: BlockIds,
+        skip_tokens: int,
+        peer: str,
+    ) -> bool:
+        """Copy every chunk of [start, end) into the blocks, or report failure for all of them.
+
+        Consumes one pin per chunk of the request's own lookup, whatever the outcome.
+
+        Raises:
+            MalformedRequest, LayoutError: the range or the block ids do not fit.
+            TransferError: a copy failed.
+        """
+        started = self._now()
+        keys = self._keys(entry, key)
+        consumed = self._sessions.consume(peer, key.request_id, keys)
+        ok = False
+        try:
+            entry.context.check_block_ids(block_ids, len(keys))
+            ok = self._copy_out(entry, keys, block_ids, skip_tokens)
+        finally:
+            for object_key in consumed:
+                self._store.unpin(object_key)  # type: ignore[arg-type]  # sessions keep keys opaque
+        nbytes = entry.context.layout.object_nbytes
+        self._publish(
+            Retrieved(
+                instance_id=entry.instance_id,
+                model=entry.model,
+                requested_chunks=len(keys),
+                copied_bytes=len(keys) * nbytes if ok else 0,
+                seconds=self._now() - started,
+                ok=ok,
+            )
+        )
+        return ok
+
+    def _copy_out(
+        self, entry: ContextEntry, keys: Sequence[ObjectKey], block_ids: BlockIds, skip_tokens: int
+    ) -> bool:
+        """Copy under a pin of our own, so that a lease that ends meanwhile changes nothing."""
+        if not keys:
+            return True
+        if not self._store.pin(keys):
+            return False
+        try:
+            sources = []
+            for index, object_key in enumerate(keys):
+                source = self._store.read(object_key)
+                if source is None or source.nbytes != entry.context.layout.object_nbytes:
+                    return False  # dropped by a forced clear, or another layout's bytes
+                sources.append((index, source))
+            entry.context.scatter(block_ids, sources, skip_tokens)
+            self._store.touch(keys)
+        finally:
+            for object_key in keys:
+                self._store.unpin(object_key)
+        return True
+
+    def give_back_share(self, key: CacheKey, peer: str) -> None:
+        """Give back the pins that a retrieve would have consumed, had its instance been here.
+
+        Raises:
+            MalformedRequest: the range does not fit.
+        """
+        identity = self._layouts.find(key.model_name, key.world_size)
+        if identity is None or key.worker_id is None:
+            return
+        keys = object_keys(key, transfer_hashes(key, self._hasher), key.worker_id, identity)
+        for object_key in self._sessions.consume(peer, key.request_id, keys):
+            self._store.unpin(object_key)  # type: ignore[arg-type]  # sessions keep keys opaque
+
+    def _keys(self, entry: ContextEntry, key: CacheKey) -> list[ObjectKey]:
+        if key.worker_id is None:
+            raise MalformedRequest("worker_id is nil; a transfer needs the worker's KV shard")
+        if key.model_name != entry.model or key.world_size != entry.world_size:
+            raise MalformedRequest(
+                f"key is of model {key.model_name!r}, world size {key.world_size}; the instance"
+                f" registered {entry.model!r}, world size {entry.world_size}"
+            )
+        hashes = transfer_hashes(key, self._hasher)
+        return object_keys(key, hashes, key.worker_id, entry.layout_identity)
+
+    def _filled_chunks(
+        self, entry: ContextEntry, block_ids: BlockIds, chunks: int
+    ) -> Sequence[int]:
+        """Leave out the chunks whose blocks are all the engine's null block: nothing is there."""
+        null = self._null_block_id
+        if not any(null in ids for ids in block_ids):
+            return range(chunks)
+        per_chunk = {
+            group.block_list: group.blocks_per_chunk for group in entry.context.layout.groups
+        }
+        return [
+            chunk
+            for chunk in range(chunks)
+            if any(
+                block_id != null
+                for block_list, count in per_chunk.items()
+                for block_id in block_ids[block_list][chunk * count : (chunk + 1) * count]
+            )
+        ]

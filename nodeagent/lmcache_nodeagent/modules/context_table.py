@@ -1,0 +1,195 @@
+"""Who is registered for LMCache-driven transfer: the table that every thread meets at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from lmcache_nodeagent.errors import NotTheSpeaker, StillReleasing
+from lmcache_nodeagent.ids import render_instance_id
+from lmcache_nodeagent.liveness.entry import Speaker
+from lmcache_nodeagent.liveness.targets import UNTOUCHED, Touched
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from lmcache_nodeagent.ids import InstanceId
+    from lmcache_nodeagent.liveness.evidence import Connection
+    from lmcache_nodeagent.liveness.targets import Decide, ReapableEntry
+    from lmcache_nodeagent.modules.context_entry import ContextEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """What became of a registration: the entry now in force, and the one that gave way to it.
+
+    `fresh` is False where the instance was registered with the same content: the new context is
+    then not needed, and the caller closes it.
+    """
+
+    entry: ContextEntry
+    fresh: bool
+    replaced: ContextEntry | None = None
+
+
+class ContextTable:
+    """Contexts by instance id. Threads: any; every method holds the one leaf lock for a moment.
+
+    An entry that is taken out is *leaving* until `left` is called: its id and its memory are
+    refused to newcomers for that long.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()  # guards: _entries, _leaving and the fields of every entry
+        self._entries: dict[InstanceId, ContextEntry] = {}
+        self._leaving: list[ContextEntry] = []
+
+    def install(self, entry: ContextEntry, now: float) -> Installed:
+        """Put a registration into force.
+
+        Raises:
+            NotTheSpeaker: another peer holds the id and is not known to be gone.
+            StillReleasing: the id, or a segment, is of a context that is being released.
+        """
+        connection = entry.registrant
+        with self._lock:
+            self._refuse_leaving_locked(entry)
+            existing = self._entries.get(entry.instance_id)
+            if existing is None:
+                self._entries[entry.instance_id] = entry
+                return Installed(entry, fresh=True)
+            self._require_speaker_locked(existing, connection)
+            if existing.registration == entry.registration and existing.handles == entry.handles:
+                existing.seen(connection, now)
+                existing.registrant = connection
+                return Installed(existing, fresh=False)
+            entry.inherit(existing)
+            earlier = [*existing.superseded, *existing.connections]
+            entry.superseded = [c for c in earlier if c.is_open and c is not connection]
+            self._take_out_locked(existing)
+            self._entries[entry.instance_id] = entry
+            return Installed(entry, fresh=True, replaced=existing)
+
+    def refuse_leaving(self, instance_id: InstanceId) -> None:
+        """Refuse early what `install` would refuse anyway, before anything is mapped.
+
+        Raises:
+            StillReleasing: the id is of a context that is being released.
+        """
+        with self._lock:
+            if any(left.instance_id == instance_id for left in self._leaving):
+                raise StillReleasing(_still_releasing(instance_id))
+
+    def take_out(self, instance_id: InstanceId, connection: Connection) -> ContextEntry | None:
+        """Take out an instance that says goodbye; None if it is not here.
+
+        Raises:
+            NotTheSpeaker: the connection is not the one that registered it, which is still open.
+        """
+        with self._lock:
+            entry = self._entries.get(instance_id)
+            if entry is None:
+                return None
+            if not entry.may_unregister(connection):
+                raise NotTheSpeaker(_not_the_speaker(entry, connection))
+            self._take_out_locked(entry)
+            return entry
+
+    def condemn(self, decide: Decide) -> list[ContextEntry]:
+        """Take out every entry that `decide` condemns, all under one hold of the lock."""
+        with self._lock:
+            condemned = [entry for entry in self._entries.values() if decide(entry)]
+            for entry in condemned:
+                self._take_out_locked(entry)
+        return condemned
+
+    def left(self, instance_id: InstanceId) -> None:
+        """Note that a context of this id has been released. Idempotent."""
+        with self._lock:
+            drained = [e for e in self._leaving if e.instance_id == instance_id and not e.users]
+            if drained:
+                self._leaving.remove(drained[0])
+
+    def touch(
+        self, instance_id: InstanceId, connection: Connection, now: float, *, ping: bool
+    ) -> Touched:
+        """Take a sign of life; never inserts. Thread: zmq-router."""
+        with self._lock:
+            entry = self._entries.get(instance_id)
+            if entry is None:
+                return UNTOUCHED
+            bound_peer = entry.last_connection.peer.text
+            if entry.speaker(connection) is Speaker.STRANGER:
+                return Touched(Speaker.STRANGER, bound_peer=bound_peer)
+            cancelled = entry.seen(connection, now)
+            if ping:
+                entry.pinged(now)
+            return Touched(Speaker.RIGHTFUL, cancelled, bound_peer)
+
+    def begin_use(self, instance_id: InstanceId, shard: int) -> ContextEntry | None:
+        """Become a user of a context, until `end_use`; None if the instance is not here."""
+        with self._lock:
+            entry = self._entries.get(instance_id)
+            if entry is not None:
+                entry.users += 1
+                entry.shard = shard
+            return entry
+
+    def end_use(self, entry: ContextEntry) -> None:
+        """Stop using a context; the last user of a fenced one lets its release go on."""
+        with self._lock:
+            entry.users -= 1
+            if entry.fenced and entry.users == 0:
+                entry.drained.set()
+
+    def visit(self, visit: Callable[[ReapableEntry], None]) -> None:
+        """Show each entry to `visit` under the lock."""
+        with self._lock:
+            for entry in self._entries.values():
+                visit(entry)
+
+    def entries(self) -> Sequence[ContextEntry]:
+        """Return the entries of one moment; their fields go on changing."""
+        with self._lock:
+            return tuple(self._entries.values())
+
+    def __len__(self) -> int:
+        """Count the registered instances."""
+        with self._lock:
+            return len(self._entries)
+
+    def _refuse_leaving_locked(self, entry: ContextEntry) -> None:
+        assert self._lock.locked()
+        for left in self._leaving:
+            if left.instance_id == entry.instance_id or not left.handles.isdisjoint(entry.handles):
+                raise StillReleasing(_still_releasing(left.instance_id))
+
+    def _require_speaker_locked(self, entry: ContextEntry, connection: Connection) -> None:
+        assert self._lock.locked()
+        if entry.speaker(connection) is Speaker.STRANGER:
+            raise NotTheSpeaker(_not_the_speaker(entry, connection))
+
+    def _take_out_locked(self, entry: ContextEntry) -> None:
+        """Fence an entry: nobody becomes its user any more."""
+        assert self._lock.locked()
+        del self._entries[entry.instance_id]
+        self._leaving.append(entry)
+        entry.fenced = True
+        if entry.users == 0:
+            entry.drained.set()
+
+
+def _still_releasing(instance_id: InstanceId) -> str:
+    return (
+        f"instance {render_instance_id(instance_id)}: its previous memory is still being released;"
+        " register again at the next heartbeat"
+    )
+
+
+def _not_the_speaker(entry: ContextEntry, connection: Connection) -> str:
+    return (
+        f"instance {render_instance_id(entry.instance_id)} belongs to"
+        f" {entry.last_connection.peer.text}, whose connection is open;"
+        f" {connection.peer.text} cannot speak for it: use an id of its own"
+    )

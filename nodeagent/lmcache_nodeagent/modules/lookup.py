@@ -1,0 +1,170 @@
+"""Lookups: how much of a prompt is cached, and the pins that keep the promise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lmcache_nodeagent.errors import MalformedRequest
+from lmcache_nodeagent.events import LookedUp
+from lmcache_nodeagent.modules.object_keys import object_keys
+from lmcache_nodeagent.sessions import NO_PINS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lmcache_nodeagent.clock import Now
+    from lmcache_nodeagent.events import Publish
+    from lmcache_nodeagent.hashing import ChunkHasher
+    from lmcache_nodeagent.modules.calls import Call
+    from lmcache_nodeagent.modules.layouts import LayoutRegistry
+    from lmcache_nodeagent.protocol.messages import CacheKey
+    from lmcache_nodeagent.sessions import Pins, SessionTable
+    from lmcache_nodeagent.storage.objects import L1Store, ObjectKey
+
+MAX_READERS = 128
+"""More read locks than this per object are cut down, as LMCache 0.5.6 does."""
+
+_PIN_ATTEMPTS = 3
+
+AfterTransfers = Callable[[Callable[[], None]], None]
+"""Runs a callback once every transfer that is queued or running now has finished."""
+
+
+class LookupModule:
+    """Serves lookup, its status, free_lookup_locks and end_session. Threads: normal-<n>."""
+
+    def __init__(
+        self,
+        store: L1Store,
+        sessions: SessionTable,
+        layouts: LayoutRegistry,
+        hasher: ChunkHasher,
+        after_transfers: AfterTransfers,
+        publish: Publish,
+        now: Now,
+    ) -> None:
+        self._store = store
+        self._sessions = sessions
+        self._layouts = layouts
+        self._hasher = hasher
+        self._after_transfers = after_transfers
+        self._publish = publish
+        self._now = now
+
+    def handlers(self) -> Mapping[str, Callable[..., object]]:
+        """Return the handlers by operation name."""
+        return {
+            "lookup": self.lookup,
+            "query_prefetch_status": self.query_prefetch_status,
+            "wait_prefetch_status": self.wait_prefetch_status,
+            "free_lookup_locks": self.free_lookup_locks,
+            "end_session": self.end_session,
+        }
+
+    def lookup(self, call: Call, key: CacheKey, shards: int) -> None:
+        """Find the longest prefix that all ranks can serve, pin it, remember it for the status.
+
+        Without a registered worker of the model the result is 0: nobody could load it. There is
+        no tier below L1 yet, so the result is known at once.
+
+        Raises:
+            MalformedRequest: fewer than one reader, or a token that is no uint32.
+        """
+        del shards  # the world size of the key counts
+        now = self._now()
+        self.expire(now)
+        chunks = key.end // self._hasher.chunk_tokens
+        identity = self._layouts.find(key.model_name, key.world_size)
+        hit, pins = 0, NO_PINS
+        if identity is not None and chunks and key.end <= len(key.token_ids):
+            hit, pins = self._pin_longest_prefix(key, identity)
+        connection = call.connection
+        replaced = self._sessions.start(
+            connection, connection.peer.identity, key.request_id, hit, pins, now
+        )
+        self._unpin(replaced)
+        self._publish(LookedUp(key.model_name, chunks, hit))
+
+    def _pin_longest_prefix(self, key: CacheKey, identity: int) -> tuple[int, Pins]:
+        if key.num_kv_readers < 1:
+            raise MalformedRequest(
+                f"lookup with num_kv_readers {key.num_kv_readers}; each object needs at least 1"
+            )
+        readers = min(key.num_kv_readers, MAX_READERS)
+        hashes = self._hasher.hashes(key.token_ids, key.end)
+        rows = [object_keys(key, hashes, rank, identity) for rank in range(key.world_size)]
+        for _ in range(_PIN_ATTEMPTS):
+            hit = min(self._present(row) for row in rows)
+            wanted = [object_key for row in rows for object_key in row[:hit]]
+            if not wanted:
+                break
+            if self._store.pin(wanted, readers):
+                self._store.touch(
+                    [k for chunk in zip(*rows, strict=True) for k in chunk][: hit * key.world_size]
+                )
+                return hit, dict.fromkeys(wanted, readers)
+        return 0, NO_PINS
+
+    def _present(self, row: list[ObjectKey]) -> int:
+        """Count the chunks of one rank that are there from the first one on."""
+        for index, object_key in enumerate(row):
+            if not self._store.contains(object_key):
+                return index
+        return len(row)
+
+    def query_prefetch_status(self, call: Call, request_id: str) -> int:
+        """Return the hit in chunks, once; 0 for a request that is unknown or was answered."""
+        connection = call.connection
+        return self._sessions.take_status(connection, connection.peer.identity, request_id)
+
+    def wait_prefetch_status(self, call: Call, request_id: str, timeout: float) -> int:
+        """Answer as the query does: without lower tiers there is nothing to wait for."""
+        del timeout
+        return self.query_prefetch_status(call, request_id)
+
+    def free_lookup_locks(self, call: Call, key: CacheKey, shards: int) -> None:
+        """Unpin the chunks of [start, end) that this request's own lookup pinned.
+
+        Raises:
+            MalformedRequest: a token that is no uint32.
+        """
+        del shards
+        identity = self._layouts.find(key.model_name, key.world_size)
+        chunk = self._hasher.chunk_tokens
+        first, last = key.start // chunk, min(key.end, len(key.token_ids)) // chunk
+        if identity is None or first >= last:
+            return
+        hashes = self._hasher.hashes(key.token_ids, last * chunk)[first:]
+        keys = [
+            object_key
+            for rank in range(key.world_size)
+            for object_key in object_keys(key, hashes, rank, identity)
+        ]
+        connection = call.connection
+        readers = max(1, min(key.num_kv_readers, MAX_READERS))
+        self._unpin(
+            self._sessions.release(
+                connection, connection.peer.identity, key.request_id, keys, readers
+            )
+        )
+
+    def end_session(self, call: Call, request_id: str) -> None:
+        """End a request; its pins go once the transfers that are under way have finished.
+
+        The end comes from the scheduler's connection, a retrieve from the worker's: they have no
+        order. Unknown ids are fine.
+        """
+        connection = call.connection
+        settle = self._sessions.end(connection, connection.peer.identity, request_id)
+        if settle is not None:
+            self._after_transfers(lambda: self._unpin(settle()))
+
+    def expire(self, now: float) -> None:
+        """Give back the pins of sessions and leases that are too old. Threads: any."""
+        for pins in self._sessions.expire(now):
+            self._unpin(pins)
+
+    def _unpin(self, pins: Pins) -> None:
+        for object_key, count in pins.items():
+            self._store.unpin(object_key, count)  # type: ignore[arg-type]  # sessions keep keys opaque

@@ -1,0 +1,1 @@
+"""The stream to the operator; opened by a later issue."""

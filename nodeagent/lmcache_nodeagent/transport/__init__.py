@@ -1,0 +1,1 @@
+"""ZeroMQ: the ROUTER thread, connections, and the pools that run requests."""

@@ -1,0 +1,248 @@
+"""Which connection a message came over, and when it ended. Thread: zmq-router, all of it.
+
+A connection is known by its routing id, which libzmq makes anew for each. Descriptors are reused
+while old messages are still unread, so the pair (routing id, descriptor) of a first message proves
+nothing; it is kept only if the routing id is still routable after the monitor's queue was read to
+its end. The first reply proves that. From then on the monitor's word on that descriptor is about
+this connection, until it says that it ended.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from typing import TYPE_CHECKING
+
+import zmq
+
+from lmcache_nodeagent.ids import RoutingId
+from lmcache_nodeagent.liveness.evidence import CloseKind, Connection, Link
+from lmcache_nodeagent.transport.monitor import Accepted, Disconnected
+from lmcache_nodeagent.transport.peers import PeerSocket, tcp_peer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from lmcache_nodeagent.clock import Now
+    from lmcache_nodeagent.liveness.evidence import ConnectionLedger
+    from lmcache_nodeagent.transport.monitor import SocketMonitor
+
+_CHOSEN_BY_LIBZMQ = 0
+"""First byte of the routing ids that libzmq makes; clients cannot choose such a one."""
+
+_FORGET_CLOSED_SECONDS = 5.0
+"""A closed connection's messages may still be unread; after this nothing of it is left."""
+
+_WATCH_EXIT_SECONDS = 60.0
+"""A process may exit after its connection closed; later than this its exit proves nothing new."""
+
+
+class ConnectionTable:
+    """Routing ids, links and their ends. Tells `on_change` whenever there is new evidence."""
+
+    def __init__(
+        self,
+        monitor: SocketMonitor,
+        ledger: ConnectionLedger,
+        is_routable: Callable[[RoutingId], bool],
+        handshake_seconds: float,
+        keepalive_silence_seconds: float,
+        on_change: Callable[[], None],
+        now: Now,
+    ) -> None:
+        self._monitor = monitor
+        self._ledger = ledger
+        self._is_routable = is_routable
+        self._handshake_seconds = handshake_seconds
+        self._keepalive_silence_seconds = keepalive_silence_seconds
+        self._on_change = on_change
+        self._now = now
+        self._connections: dict[RoutingId, Connection] = {}
+        self._unproven: dict[RoutingId, int] = {}  # descriptor of the first message
+        self._sockets: dict[RoutingId, PeerSocket] = {}
+        self._pidfds: dict[int, Connection] = {}
+        self._closed: list[tuple[float, Connection]] = []
+        self.exits = select.epoll()  # readable when a process at a Unix socket has exited
+
+    def of_message(self, frame: zmq.Frame) -> Connection:
+        """Return the connection of a message, given its first frame (the routing id)."""
+        routing_id = RoutingId(frame.bytes)
+        known = self._connections.get(routing_id)
+        if known is None:
+            return self._first_message(routing_id, frame)
+        if routing_id[:1] != b"\0" and self._was_taken_over(known, frame):
+            self._ended(known, CloseKind.OURSELVES)
+            return self._first_message(routing_id, frame)
+        return known
+
+    def _first_message(self, routing_id: RoutingId, frame: zmq.Frame) -> Connection:
+        peer = tcp_peer(str(_property(frame, "Peer-Address") or ""))
+        connection = Connection(routing_id=routing_id, peer=peer, opened_at=self._now())
+        self._connections[routing_id] = connection
+        descriptor = _property(frame, zmq.SRCFD)
+        if isinstance(descriptor, int):
+            self._unproven[routing_id] = descriptor
+        return connection
+
+    def _was_taken_over(self, known: Connection, frame: zmq.Frame) -> bool:
+        """A client that chose its routing id may return with it while its old link is half open."""
+        if not known.is_open:
+            return True
+        descriptor = _property(frame, zmq.SRCFD)
+        expected = known.link.descriptor if known.link else self._unproven.get(known.routing_id)
+        return isinstance(descriptor, int) and expected is not None and descriptor != expected
+
+    def replied(self, connection: Connection) -> None:
+        """A reply was accepted for this connection: prove its link, if that is not done yet.
+
+        Raises nothing: a link that cannot be proven stays a candidate, which only delays reaps.
+        """
+        descriptor = self._unproven.get(connection.routing_id)
+        if descriptor is None:
+            return
+        self.read_monitor()
+        link = self._ledger.open_link(descriptor)
+        if link is None or link.connection is not None:
+            return
+        copy = PeerSocket.duplicate(descriptor)
+        if copy is None or not self._is_routable(connection.routing_id):
+            if copy is not None:
+                copy.close()
+            return
+        del self._unproven[connection.routing_id]
+        self._prove(connection, link, copy)
+
+    def _prove(self, connection: Connection, link: Link, copy: PeerSocket) -> None:
+        connection.link = link
+        link.connection = connection
+        connection.peer = copy.peer() or connection.peer
+        self._sockets[connection.routing_id] = copy
+        if copy.pidfd is not None:
+            self._pidfds[copy.pidfd] = connection
+            self.exits.register(copy.pidfd, select.EPOLLIN)
+        self._on_change()
+
+    def read_monitor(self) -> None:
+        """Take in everything that the monitor has queued."""
+        for event in self._monitor.events():
+            match event:
+                case Accepted(descriptor):
+                    self._ledger.accepted(descriptor, self._now())
+                case Disconnected(descriptor, handshake_failed):
+                    self._disconnected(descriptor, handshake_failed=handshake_failed)
+
+    def _disconnected(self, descriptor: int, *, handshake_failed: bool) -> None:
+        now = self._now()
+        link = self._ledger.open_link(descriptor)
+        if link is not None:
+            # Closed by its own side before it spoke ZMTP: a scan or probe, no worker come back.
+            peer_gave_up = handshake_failed and now - link.accepted_at < self._handshake_seconds
+            self._ledger.link_closed(descriptor, now, may_have_been_a_worker=not peer_gave_up)
+            if link.connection is not None:
+                self._ended(link.connection, self._close_kind(link.connection))
+        self._check_unproven(descriptor)
+        self._on_change()
+
+    def _close_kind(self, connection: Connection) -> CloseKind:
+        copy = self._sockets.get(connection.routing_id)
+        return copy.close_kind(self._keepalive_silence_seconds) if copy else CloseKind.PEER
+
+    def _check_unproven(self, descriptor: int) -> None:
+        """Ask libzmq about the connections that may have been on this descriptor."""
+        suspects = [rid for rid, fd in self._unproven.items() if fd == descriptor]
+        for routing_id in suspects:
+            if not self._is_routable(routing_id):
+                self._ended(self._connections[routing_id], CloseKind.PEER)
+
+    def unroutable(self, connection: Connection) -> None:
+        """A reply found the peer gone; the monitor's word, which knows more, comes first."""
+        self.read_monitor()
+        if connection.is_open:
+            self._ended(connection, self._close_kind(connection))
+            self._on_change()
+
+    def _ended(self, connection: Connection, kind: CloseKind) -> None:
+        now = self._now()
+        if not connection.is_open:
+            return
+        self._ledger.connection_closed(connection, now, kind)
+        self._unproven.pop(connection.routing_id, None)
+        copy = self._sockets.pop(connection.routing_id, None)
+        if copy is not None:
+            self._drop_socket(copy, connection)
+        self._closed.append((now, connection))
+
+    def _drop_socket(self, copy: PeerSocket, connection: Connection) -> None:
+        if copy.pidfd is not None:
+            if not self._exited(copy.pidfd):
+                # The close may reach us before the exit: watch the process a little longer.
+                self._pidfds[copy.pidfd] = connection
+                copy.socket.close()
+                copy.pidfd = None
+                return
+            self._forget_pidfd(copy.pidfd)
+            copy.pidfd = None
+            connection.process_gone = True
+        copy.close()
+
+    def _exited(self, pidfd: int) -> bool:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def read_exits(self) -> None:
+        """Note the processes that have exited."""
+        for pidfd, _ in self.exits.poll(0):
+            connection = self._pidfds.get(pidfd)
+            if connection is None:
+                continue
+            connection.process_gone = True
+            copy = self._sockets.get(connection.routing_id)
+            if copy is not None and copy.pidfd == pidfd:
+                copy.pidfd = None
+            self._forget_pidfd(pidfd)
+            self._on_change()
+
+    def _forget_pidfd(self, pidfd: int) -> None:
+        self._pidfds.pop(pidfd, None)
+        self.exits.unregister(pidfd)
+        os.close(pidfd)
+
+    def tidy(self) -> None:
+        """Forget closed connections once nothing of them can be unread any more."""
+        now = self._now()
+        kept = []
+        for closed_at, connection in self._closed:
+            if now - closed_at < _FORGET_CLOSED_SECONDS:
+                kept.append((closed_at, connection))
+            elif self._connections.get(connection.routing_id) is connection:
+                del self._connections[connection.routing_id]
+        self._closed = kept
+        for pidfd, watched in tuple(self._pidfds.items()):
+            ended_at = watched.closed_at
+            if ended_at is not None and now - ended_at >= _WATCH_EXIT_SECONDS:
+                self._forget_pidfd(pidfd)
+
+    def __iter__(self) -> Iterator[Connection]:
+        """Iterate over the connections that have spoken."""
+        return iter(tuple(self._connections.values()))
+
+    def close(self) -> None:
+        """Close every duplicate."""
+        for copy in self._sockets.values():
+            if copy.pidfd is not None:
+                self._forget_pidfd(copy.pidfd)
+                copy.pidfd = None
+            copy.close()
+        for pidfd in tuple(self._pidfds):
+            self._forget_pidfd(pidfd)
+        self._sockets.clear()
+        self.exits.close()
+
+
+def _property(frame: zmq.Frame, name: int | str) -> int | str | None:
+    """Read a frame's metadata; a peer that speaks the oldest ZMTP framing has none."""
+    try:
+        return frame.get(name)
+    except (zmq.ZMQError, UnicodeDecodeError):
+        return None

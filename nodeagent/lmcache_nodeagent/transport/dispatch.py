@@ -1,0 +1,168 @@
+"""From frames to a module and back: who asks, what for, may they, and where it runs."""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from typing import TYPE_CHECKING, Protocol
+
+from lmcache_nodeagent.errors import (
+    MalformedRequest,
+    NotTheSpeaker,
+    RequestError,
+    UnsupportedOperation,
+)
+from lmcache_nodeagent.events import MalformedMessage, StrangerRefused
+from lmcache_nodeagent.liveness.entry import Speaker
+from lmcache_nodeagent.modules.calls import Call, Pending
+from lmcache_nodeagent.protocol.codec import (
+    decode_operation,
+    decode_payload,
+    is_uid,
+    mismatched_operation,
+    peek_instance_id,
+)
+from lmcache_nodeagent.protocol.operations import Pool as PoolKind
+from lmcache_nodeagent.transport.requests import Reply, Request
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from lmcache_nodeagent.events import Publish
+    from lmcache_nodeagent.ids import InstanceId
+    from lmcache_nodeagent.liveness.evidence import Connection
+    from lmcache_nodeagent.liveness.targets import Touched
+    from lmcache_nodeagent.protocol.operations import Operation
+    from lmcache_nodeagent.transport.pools import Pool
+
+_IDS_KEPT_PER_CONNECTION = 64
+
+
+class Hear(Protocol):
+    """Takes a sign of life as it is read; see `ManagementModule.hear`."""
+
+    def __call__(
+        self, instance_id: InstanceId, connection: Connection, /, *, ping: bool
+    ) -> Touched:
+        """Refresh the instance, if the connection may speak for it."""
+        ...
+
+
+class Dispatcher:
+    """Routes requests. `receive` runs on zmq-router, `run` on the threads of the pools."""
+
+    def __init__(
+        self,
+        handlers: Mapping[str, Callable[..., object]],
+        pools: Mapping[PoolKind, Pool],
+        hear: Hear,
+        send: Callable[[Reply], None],
+        publish: Publish,
+    ) -> None:
+        self._handlers = handlers
+        self._pools = pools
+        self._hear = hear
+        self._send = send
+        self._publish = publish
+        self._closing = False
+        self.requests: Counter[str] = Counter()  # router thread only; read by metrics
+
+    def close(self) -> None:
+        """Refuse every request from now on. Threads: any."""
+        self._closing = True
+
+    def receive(self, connection: Connection, frames: Sequence[bytes]) -> None:
+        """Take one message without its routing id. Thread: zmq-router."""
+        if len(frames) < 2 or not is_uid(frames[0]):  # noqa: PLR2004  # uid and operation
+            self._malformed(connection, "framing", f"{len(frames)} frames, no uid and operation")
+            return
+        uid, operation_frame = frames[0], frames[1]
+        try:
+            operation = decode_operation(operation_frame)
+        except RequestError as error:
+            self._malformed(connection, error.code, str(error))
+            self._send(Reply(connection, "unknown", uid, mismatched_operation(str(error)), None))
+            return
+        self.requests[operation.name] += 1
+        request = Request(
+            connection,
+            operation,
+            uid,
+            operation_frame,
+            frames[2:],
+            self._send,
+            self._publish,
+        )
+        try:
+            self._admit(request)
+        except RequestError as error:
+            request.refuse(error)
+
+    def _malformed(self, connection: Connection, reason: str, detail: str) -> None:
+        self._publish(MalformedMessage(reason, connection.peer.text, detail))
+
+    def _admit(self, request: Request) -> None:
+        """Stamp the sign of life, see who speaks, and hand the request to its pool."""
+        operation = request.operation
+        if len(request.payload) != len(operation.payload):
+            decode_payload(operation, request.payload)  # raises, with the frames it wants
+        instance_id = peek_instance_id(operation, request.payload)
+        self._note_what_it_says(request.connection, operation, instance_id)
+        if operation.name not in self._handlers:
+            raise UnsupportedOperation(
+                f"{operation.name} is not served by this agent; it serves"
+                f" {', '.join(sorted(self._handlers))}"
+            )
+        if instance_id is not None and operation.life_sign:
+            request.touched = self._touch(request, instance_id)
+        if operation.pool is PoolKind.INLINE:
+            self.run(request)
+            return
+        if self._closing or not self._pools[operation.pool].submit(request):
+            raise RequestError(f"{operation.name}: the agent has too much to do; try again later")
+
+    def _touch(self, request: Request, instance_id: InstanceId) -> Touched:
+        """Refresh the instance; refuse a stranger, but answer its ping."""
+        operation = request.operation
+        touched = self._hear(instance_id, request.connection, ping=operation.name == "ping")
+        if touched.speaker is Speaker.STRANGER:
+            peer = request.connection.peer.text
+            self._publish(StrangerRefused(instance_id, operation.name, peer, touched.bound_peer))
+            if operation.name != "ping":
+                raise NotTheSpeaker(
+                    f"{operation.name}: {peer} does not speak for this instance;"
+                    f" {touched.bound_peer} does, and its connection is open"
+                )
+        return touched
+
+    @staticmethod
+    def _note_what_it_says(
+        connection: Connection, operation: Operation, instance_id: InstanceId | None
+    ) -> None:
+        """Remember what tells this connection from a worker that came back."""
+        if instance_id is not None:
+            spoke_for = connection.spoke_for
+            if instance_id not in spoke_for and len(spoke_for) < _IDS_KEPT_PER_CONNECTION:
+                connection.spoke_for = spoke_for | {instance_id}
+        elif operation.name in {"lookup", "ping"}:
+            connection.asked_lookups = True
+
+    def run(self, request: Request) -> None:
+        """Decode, call the module, answer. Thread: the pool's."""
+        if not request.connection.is_open and request.operation.pool is PoolKind.AFFINITY:
+            request.refuse(MalformedRequest("the connection closed before the transfer began"))
+            return
+        try:
+            payload = decode_payload(request.operation, request.payload)
+            request.payload = ()
+            call = Call(request.connection, request.touched)
+            value = self._handlers[request.operation.name](call, *payload)
+        except RequestError as error:
+            request.refuse(error)
+        except Exception as error:  # noqa: BLE001  # worker dispatch: any fault of a module is one request's
+            request.fail(error, traceback.format_exc())
+        else:
+            if isinstance(value, Pending):
+                value.when_settled(request.answer)
+            else:
+                request.answer(value)

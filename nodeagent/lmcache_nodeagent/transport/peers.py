@@ -1,0 +1,126 @@
+"""What the kernel tells about the other end of a connection.
+
+libzmq keeps the descriptors. A duplicate of one stays readable after libzmq has closed its own,
+and tells then who ended the connection, and why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import struct
+from dataclasses import dataclass
+
+from lmcache_nodeagent.liveness.evidence import UNKNOWN_PEER, CloseKind, Peer
+
+_SO_PEERPIDFD = 77
+"""include/uapi/asm-generic/socket.h, Linux 6.5; Python has no name for it yet."""
+
+_TCP_ESTABLISHED = 1
+_TCP_CLOSE = 7
+_LAST_ACK_RECEIVED_OFFSET = 8 + 12 * 4
+"""struct tcp_info, include/uapi/linux/tcp.h: 8 bytes of flags, then u32s; this is the 13th."""
+
+_TCP_INFO_BYTES = 104
+_PEER_CREDENTIALS = struct.Struct("3i")
+
+
+def tcp_peer(address: str) -> Peer:
+    """Name a TCP peer by its address; `::ffff:10.0.0.1` is 10.0.0.1."""
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return UNKNOWN_PEER
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    text = str(mapped or parsed)
+    return Peer(identity=f"ip:{text}", text=text)
+
+
+@dataclass(slots=True, eq=False)
+class PeerSocket:
+    """A duplicate of a connection's descriptor. Thread: zmq-router.
+
+    `pidfd` is of the process at the other end of a Unix socket, None over TCP, where the kernel is
+    older than 6.5, or where the process was gone already.
+    """
+
+    socket: socket.socket
+    pidfd: int | None = None
+
+    @classmethod
+    def duplicate(cls, descriptor: int) -> PeerSocket | None:
+        """Duplicate libzmq's descriptor; None if it is closed by now."""
+        try:
+            copy = socket.socket(fileno=os.dup(descriptor))
+        except OSError:
+            return None
+        peer = cls(copy)
+        if copy.family == socket.AF_UNIX:
+            with contextlib.suppress(OSError):
+                peer.pidfd = copy.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+        return peer
+
+    def peer(self) -> Peer | None:
+        """Name the peer: the process over a Unix socket, address and port over TCP."""
+        try:
+            if self.socket.family == socket.AF_UNIX:
+                return self._process()
+            host, port = self.socket.getpeername()[:2]
+        except OSError:
+            return None
+        named = tcp_peer(host)
+        separator = f"[{named.text}]" if ":" in named.text else named.text
+        return Peer(identity=named.identity, text=f"{separator}:{port}")
+
+    def _process(self) -> Peer:
+        """A pidfd's inode number is unique to its process over the life of the kernel."""
+        option = self.socket.getsockopt(
+            socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size
+        )
+        pid = _PEER_CREDENTIALS.unpack(option)[0]
+        identity = ""
+        if self.pidfd is not None:
+            identity = f"process:{os.fstat(self.pidfd).st_ino}"
+        elif pid:
+            identity = f"pid:{pid}"
+        return Peer(identity=identity, text=f"unix socket, pid {pid}", local=True)
+
+    def close_kind(self, keepalive_silence_seconds: float) -> CloseKind:
+        """Tell who ended the connection, after libzmq said that it ended.
+
+        The duplicate of a connection that the peer closed or reset is in CLOSE_WAIT or CLOSE; one
+        that we closed is still ESTABLISHED. TCP's own time-outs end in CLOSE as well, with no
+        acknowledgement for longer than a living peer's keepalive answers would leave.
+        """
+        if self.socket.family == socket.AF_UNIX:
+            return CloseKind.PEER if self._unix_peer_left() else CloseKind.OURSELVES
+        try:
+            info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        except OSError:
+            return CloseKind.PEER
+        if info[0] == _TCP_ESTABLISHED:
+            return CloseKind.OURSELVES
+        (milliseconds,) = struct.unpack_from("<I", info, _LAST_ACK_RECEIVED_OFFSET)
+        if info[0] == _TCP_CLOSE and milliseconds / 1000 >= keepalive_silence_seconds:
+            return CloseKind.TIMED_OUT
+        return CloseKind.PEER
+
+    def _unix_peer_left(self) -> bool:
+        """Reading a Unix socket whose peer has closed gives the end or an error, never 'later'."""
+        try:
+            while self.socket.recv(65536, socket.MSG_DONTWAIT):
+                pass
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def close(self) -> None:
+        """Close the duplicate and the pidfd."""
+        self.socket.close()
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None

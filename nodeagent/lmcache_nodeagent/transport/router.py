@@ -1,0 +1,248 @@
+"""The thread that owns the ROUTER socket: it reads, stamps, routes and replies, and never waits.
+
+Nothing a peer sends ends this thread, and no peer that does not read stops it: replies are sent
+without blocking, and one that does not fit into the peer's queue is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+from collections import Counter, deque
+from threading import Event, Lock
+from typing import TYPE_CHECKING
+
+import zmq
+
+from lmcache_nodeagent.events import ReplyDropped
+from lmcache_nodeagent.liveness.stalls import STALL_SECONDS
+from lmcache_nodeagent.transport.connections import ConnectionTable
+from lmcache_nodeagent.transport.monitor import SocketMonitor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from lmcache_nodeagent.clock import Now
+    from lmcache_nodeagent.events import Publish
+    from lmcache_nodeagent.ids import RoutingId
+    from lmcache_nodeagent.liveness.evidence import Connection, ConnectionLedger
+    from lmcache_nodeagent.liveness.stalls import Stalls
+    from lmcache_nodeagent.transport.requests import Reply
+    from lmcache_nodeagent.transport.sockets import BoundSockets
+
+_MESSAGES_PER_TURN = 256
+_FRAMES_KEPT = 16
+"""No operation has more; the frames after these are read and dropped."""
+
+_LONGEST_WAIT_MS = 500
+
+_PROBE = (b"\xcf" + b"\xff" * 8, b"\xa0")
+"""A reply with a uid that no client has reached: clients drop it. Sent only to connections that the
+monitor says may be gone, to learn whether they are."""
+
+
+class Router:
+    """Thread: zmq-router, but for `send`, `caught_up`, `stop` and the figures (any)."""
+
+    def __init__(
+        self,
+        sockets: BoundSockets,
+        ledger: ConnectionLedger,
+        stalls: Stalls,
+        wake_reaper: Callable[[], None],
+        publish: Publish,
+        now: Now,
+    ) -> None:
+        self._sockets = sockets
+        self._socket = sockets.router
+        self._stalls = stalls
+        self._ledger = ledger
+        self._wake_reaper = wake_reaper
+        self._publish = publish
+        self._now = now
+        self._receive: Callable[[Connection, Sequence[bytes]], None] = lambda _c, _f: None
+        self._monitor = SocketMonitor(sockets.context, self._socket)
+        self._connections = ConnectionTable(
+            monitor=self._monitor,
+            ledger=ledger,
+            is_routable=self._is_routable,
+            handshake_seconds=sockets.handshake_seconds,
+            keepalive_silence_seconds=sockets.keepalive_silence_seconds,
+            on_change=wake_reaper,
+            now=now,
+        )
+        self._outbox: deque[Reply] = deque()
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup_pending = False
+        self._lock = Lock()  # guards: _marks
+        self._marks: list[Event] = []
+        self._stopping = Event()
+        self._last_read_at = now()
+        self._last_turn_at = now()
+        self.dropped: Counter[str] = Counter()  # router thread only; read by metrics
+
+    def serve(self, receive: Callable[[Connection, Sequence[bytes]], None]) -> None:
+        """Connect the dispatcher; before `run`."""
+        self._receive = receive
+
+    def run(self) -> None:
+        """Serve until stopped, then send what is left and close."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor.socket, zmq.POLLIN)
+        poller.register(self._wakeup, zmq.POLLIN)
+        poller.register(self._connections.exits.fileno(), select.POLLIN)
+        try:
+            while not self._stopping.is_set():
+                asked_at = self._now()
+                poller.poll(_LONGEST_WAIT_MS)
+                woke_at = self._now()
+                self._note_stall(asked_at + _LONGEST_WAIT_MS / 1000, woke_at)
+                self._turn()
+                self._note_stall(woke_at, self._now())
+            self._send_replies()
+        finally:
+            self._close()
+
+    def _turn(self) -> None:
+        """Do everything that is due, in an order that keeps the books right."""
+        self._take_wakeup()
+        self._connections.read_monitor()
+        self._connections.read_exits()
+        empty = self._read_messages()
+        self._send_replies()
+        self._connections.tidy()
+        if empty:
+            self._set_marks()
+        self._last_turn_at = self._now()
+
+    def _note_stall(self, expected: float, now: float) -> None:
+        if now - expected > STALL_SECONDS:
+            self._stalls.record(expected, now)
+            self._ledger.router_stalled(now)
+
+    def _read_messages(self) -> bool:
+        """Read a bounded number of messages; True if there were no more."""
+        for _ in range(_MESSAGES_PER_TURN):
+            try:
+                first = self._socket.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return True
+            frames = self._rest_of_message()
+            self._last_read_at = self._now()
+            connection = self._connections.of_message(first)
+            if connection.first_uid is None and frames:
+                connection.first_uid = _small_uid(frames[0])
+            self._receive(connection, frames)
+        return False
+
+    def _rest_of_message(self) -> list[bytes]:
+        frames: list[bytes] = []
+        while self._socket.getsockopt(zmq.RCVMORE):
+            frame = self._socket.recv(zmq.NOBLOCK)
+            if len(frames) < _FRAMES_KEPT:
+                frames.append(frame)
+        return frames
+
+    def send(self, reply: Reply) -> None:
+        """Queue a reply and wake the router. Threads: any."""
+        self._outbox.append(reply)
+        if not self._wakeup_pending:
+            self._wake()
+
+    def _wake(self) -> None:
+        self._wakeup_pending = True
+        os.eventfd_write(self._wakeup, 1)
+
+    def _take_wakeup(self) -> None:
+        """Clear the flag before the queues are read, so that nothing added later is missed.
+
+        A writer sets the flag first and the descriptor after: a write that comes late only makes
+        one turn too many.
+        """
+        self._wakeup_pending = False
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wakeup)
+
+    def _send_replies(self) -> None:
+        while self._outbox:
+            self._send_now(self._outbox.popleft())
+
+    def _send_now(self, reply: Reply) -> None:
+        connection = reply.connection
+        frames = [connection.routing_id, reply.uid, reply.operation_frame]
+        if reply.document is not None:
+            frames.append(reply.document)
+        if not connection.is_open:
+            self._dropped(reply, "peer_gone")
+            return
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            connection.replies_dropped += 1
+            self._dropped(reply, "peer_not_reading")
+        except zmq.ZMQError:
+            self._dropped(reply, "peer_gone")
+            self._connections.unroutable(connection)
+            return
+        self._connections.replied(connection)
+
+    def _dropped(self, reply: Reply, reason: str) -> None:
+        self.dropped[reason] += 1
+        self._publish(ReplyDropped(reply.operation_name, reason, reply.connection.peer.text))
+
+    def _is_routable(self, routing_id: RoutingId) -> bool:
+        """Ask libzmq whether a connection still exists; a full queue means that it does."""
+        try:
+            self._socket.send_multipart((routing_id, *_PROBE), zmq.NOBLOCK)
+        except zmq.Again:
+            return True
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def caught_up(self, timeout_seconds: float) -> bool:
+        """Wait until everything queued before this call was read, closes included. Threads: any."""
+        mark = Event()
+        with self._lock:
+            self._marks.append(mark)
+        self._wake()
+        return mark.wait(timeout_seconds)
+
+    def _set_marks(self) -> None:
+        with self._lock:
+            marks, self._marks = self._marks, []
+        if marks:
+            self._connections.read_monitor()
+        for mark in marks:
+            mark.set()
+
+    def last_read_at(self) -> float:
+        """Moment (monotonic) of the last message from anybody. Threads: any."""
+        return self._last_read_at
+
+    def last_turn_at(self) -> float:
+        """Moment (monotonic) at which the loop last came round. Threads: any."""
+        return self._last_turn_at
+
+    def connections_open(self) -> int:
+        """Count the connections that have spoken and are open. Threads: any."""
+        return sum(connection.is_open for connection in self._connections)
+
+    def stop(self) -> None:
+        """Make `run` return once the queued replies are handed to libzmq. Threads: any."""
+        self._stopping.set()
+        self._wake()
+
+    def _close(self) -> None:
+        self._connections.close()
+        self._monitor.close()
+        self._sockets.close()
+        os.close(self._wakeup)
+        self._wakeup_pending = True  # late senders must not write to a closed descriptor
+
+
+def _small_uid(frame: bytes) -> int:
+    """Tell a first uid of 0 from any other; -1 for what is no small integer."""
+    return frame[0] if len(frame) == 1 and frame[0] <= 0x7F else -1  # noqa: PLR2004  # fixint

@@ -1,0 +1,155 @@
+"""Opening the message port: addresses, limits and keepalive of the ROUTER socket."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket as sockets_of_os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import zmq
+
+from lmcache_nodeagent.config import bare_host
+from lmcache_nodeagent.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lmcache_nodeagent.config import AgentConfig
+
+_SEND_QUEUE_MESSAGES = 16_384
+"""Replies kept for a peer that does not read; they are small. Beyond it they are dropped."""
+
+_RECEIVE_QUEUE_MESSAGES = 1_000
+_HANDSHAKE_SECONDS = 10.0
+_LINGER_MS = 500
+_KEEPALIVE_IDLE_SECONDS = 60
+_KEEPALIVE_PROBES = 8
+_BACKLOG = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Keepalive:
+    """When TCP gives a silent link up: after `idle + probes * interval` seconds, at least T."""
+
+    idle_seconds: int
+    interval_seconds: int
+    probes: int
+
+    @classmethod
+    def for_reap_timeout(cls, timeout_seconds: float) -> Keepalive:
+        """Stay above T, so that a link that is cut for less is never given up by us.
+
+        Half of a small T is idle time, so that dead links are gone within 2 T.
+        """
+        idle = min(_KEEPALIVE_IDLE_SECONDS, math.ceil(timeout_seconds / 2) or 60)
+        interval = max(1, math.ceil((timeout_seconds - idle) / _KEEPALIVE_PROBES))
+        return cls(idle, interval, _KEEPALIVE_PROBES)
+
+    @property
+    def silence_seconds(self) -> float:
+        """A living peer's last acknowledgement is never this old: one probe was not answered."""
+        return self.idle_seconds + self.interval_seconds
+
+
+@dataclass(slots=True, eq=False)
+class BoundSockets:
+    """The bound ROUTER and its context. Closed by the router thread."""
+
+    context: zmq.Context[zmq.Socket[bytes]]
+    router: zmq.Socket[bytes]
+    port: int
+    ipc_path: str
+    handshake_seconds: float
+    keepalive_silence_seconds: float
+
+    def close(self) -> None:
+        """Close at once; replies that nobody reads are given half a second."""
+        self.router.close()
+        self.context.term()
+        if self.ipc_path:
+            with contextlib.suppress(OSError):
+                Path(self.ipc_path).unlink()
+
+
+def bind_sockets(config: AgentConfig) -> BoundSockets:
+    """Bind TCP, and the Unix socket if one is asked for.
+
+    Raises:
+        ConfigError: an address that cannot be bound, with the reason.
+    """
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    keepalive = Keepalive.for_reap_timeout(config.worker_reap_timeout_seconds)
+    _set_options(router, config, keepalive)
+    try:
+        router.bind(f"tcp://{_address(config.host)}:{config.port or '*'}")
+        endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
+        port = int(endpoint.rstrip("\0").rpartition(":")[2])
+        if config.ipc_path:
+            _bind_ipc(router, config.ipc_path)
+    except (zmq.ZMQError, OSError) as error:
+        router.close()
+        context.term()
+        where = f"--host {config.host} --port {config.port}"
+        where += f" --ipc-path {config.ipc_path}" if config.ipc_path else ""
+        raise ConfigError(
+            [f"the message port cannot be opened ({where}): {error}; choose a free one"]
+        ) from error
+    return BoundSockets(
+        context=context,
+        router=router,
+        port=port,
+        ipc_path=config.ipc_path,
+        handshake_seconds=_HANDSHAKE_SECONDS,
+        keepalive_silence_seconds=keepalive.silence_seconds,
+    )
+
+
+def _set_options(router: zmq.Socket[bytes], config: AgentConfig, keepalive: Keepalive) -> None:
+    options = {
+        zmq.ROUTER_MANDATORY: 1,
+        zmq.ROUTER_HANDOVER: 1,
+        zmq.MAXMSGSIZE: config.max_message_bytes,
+        zmq.SNDHWM: _SEND_QUEUE_MESSAGES,
+        zmq.RCVHWM: _RECEIVE_QUEUE_MESSAGES,
+        zmq.HANDSHAKE_IVL: int(_HANDSHAKE_SECONDS * 1000),
+        zmq.LINGER: _LINGER_MS,
+        zmq.BACKLOG: _BACKLOG,
+        zmq.TCP_KEEPALIVE: 1,
+        zmq.TCP_KEEPALIVE_IDLE: keepalive.idle_seconds,
+        zmq.TCP_KEEPALIVE_INTVL: keepalive.interval_seconds,
+        zmq.TCP_KEEPALIVE_CNT: keepalive.probes,
+        zmq.IPV6: int(
+            ":" in config.host or (config.host == "*" and sockets_of_os.has_dualstack_ipv6())
+        ),
+    }
+    for option, value in options.items():
+        router.setsockopt(option, value)
+
+
+def _address(host: str) -> str:
+    bare = bare_host(host)
+    return f"[{bare}]" if ":" in bare else bare
+
+
+def _bind_ipc(router: zmq.Socket[bytes], path: str) -> None:
+    """Bind a Unix socket; one that a dead agent left is replaced, a living one's is not."""
+    if _is_socket(path):
+        with sockets_of_os.socket(sockets_of_os.AF_UNIX) as probe:
+            try:
+                probe.connect(path)
+            except ConnectionRefusedError:
+                Path(path).unlink(missing_ok=True)
+            else:
+                raise OSError(f"{path} is in use by a running process")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    router.bind(f"ipc://{path}")
+
+
+def _is_socket(path: str) -> bool:
+    try:
+        return stat.S_ISSOCK(Path(path).stat().st_mode)
+    except FileNotFoundError:
+        return False

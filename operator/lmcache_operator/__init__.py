@@ -1,0 +1,1 @@
+"""The Kubernetes operator of lmcache-kube; opened by a later issue."""
