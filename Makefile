@@ -11,7 +11,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.up-to-date
-SOURCES := nodeagent operator tests benchmarks
+SOURCES := nodeagent operator tests docs $(wildcard benchmarks)
 
 ##@ Use
 
@@ -32,13 +32,17 @@ $(READY): requirements/dev.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
+.PHONY: run
+run: $(READY) ## Start an agent to use by hand; ARGS="--port 0 --log-level debug" adds flags
+	$(BIN)/lmcache-nodeagent --l1-size-gb 1 $(ARGS)
+
 ##@ Check
 
 .PHONY: check
 check: $(READY) verify ## Formatting, lint, types, layers, spelling, generated files
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
-	$(BIN)/mypy nodeagent operator tests benchmarks
+	$(BIN)/mypy $(SOURCES)
 	$(BIN)/lint-imports
 	$(BIN)/codespell
 

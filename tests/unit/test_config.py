@@ -386,6 +386,21 @@ def test_arguments_give_the_same_configuration_again(values: dict[str, typing.An
     assert parse_config(config.to_args(), {}) == config
 
 
+def test_bounds_are_said_in_words() -> None:
+    """For help and the reference."""
+    words = {option.label: option.bounds_words() for option in OPTIONS}
+    assert words["port"] == "0 to 65535"
+    assert words["log-level"] == "debug, info, warning or error"
+    assert words["worker-reap-timeout-seconds"] == "0 or 30 to 31536000"
+    assert words["ipc-path"] == "an absolute path"
+
+
+def test_a_switch_that_is_on_by_default_is_written_as_no() -> None:
+    """Whichever way it deviates."""
+    (switch,) = (option for option in OPTIONS if option.kind is bool)
+    assert switch.argument(value=False) == "--no-reap-idle-connected"
+
+
 def test_defaults_need_no_arguments() -> None:
     """What the operator renders shows only what somebody chose."""
     assert AgentConfig(l1_size_gb=20.0).to_args() == ["--l1-size-gb=20"]
