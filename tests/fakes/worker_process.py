@@ -1,0 +1,210 @@
+"""A real worker process that a test commands: `python -m tests.fakes.worker_process URL ID`.
+
+One JSON array per line on standard input, [command, argument...], one JSON value back. The parent
+side is `WorkerProcess`. The worker's memory is filled from its id, so that bytes can be checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from lmcache_worker.client import WorkerClient
+from lmcache_worker.shared_memory import SharedKvCache
+from lmcache_worker.wire import CacheKey
+
+BLOCKS, BLOCK_TOKENS, LAYERS = 64, 16, 2
+MODEL = "demo/model"
+CHUNK_TOKENS = 256
+BLOCKS_PER_CHUNK = CHUNK_TOKENS // BLOCK_TOKENS
+
+
+class _Worker:
+    """The child's side: one client, its memory, and what it is told to do."""
+
+    def __init__(self, url: str, instance_id: int) -> None:
+        self._id = instance_id
+        self._client = WorkerClient(url)
+        self._caches = [
+            SharedKvCache.create([2, BLOCKS, BLOCK_TOKENS, 2, 8]) for _ in range(LAYERS)
+        ]
+        noise = np.random.default_rng(instance_id)
+        for cache in self._caches:
+            cache.array[...] = noise.integers(0, 1 << 16, cache.array.shape, dtype=np.uint16)
+        self._client.__enter__()
+
+    def register(self, model: str = MODEL) -> None:
+        tensors = [cache.tensor for cache in self._caches]
+        self._client.register_kv_cache(self._id, tensors, model)
+
+    def ping(self) -> bool:
+        return self._client.ping(self._id)
+
+    def ping_nil(self) -> bool:
+        return self._client.ping(None)
+
+    def store(self, seed: int, chunks: int = 2, first_block: int = 1) -> bool:
+        return self._client.store(
+            self._key(seed, chunks, "store"),
+            self._id,
+            [list(range(first_block, first_block + chunks * BLOCKS_PER_CHUNK))],
+        )[1]
+
+    def lookup(self, seed: int, chunks: int = 2) -> int:
+        key = self._key(seed, chunks, "load", worker_id=None)
+        return self._client.hit_chunks(key)
+
+    def retrieve(self, seed: int, chunks: int = 2, first_block: int = 32) -> bool:
+        return self._client.retrieve(
+            self._key(seed, chunks, "load"),
+            self._id,
+            [list(range(first_block, first_block + chunks * BLOCKS_PER_CHUNK))],
+        )[1]
+
+    def end_session(self, seed: int) -> None:
+        self._client.end_session(f"load-{seed}")
+
+    def unregister(self) -> None:
+        self._client.unregister(self._id)
+
+    def digest(self, first_block: int, chunks: int = 2) -> str:
+        """Hash the bytes of some blocks, all layers."""
+        blocks = slice(first_block, first_block + chunks * BLOCKS_PER_CHUNK)
+        seen = hashlib.sha256()
+        for cache in self._caches:
+            seen.update(np.ascontiguousarray(cache.array[:, blocks]).tobytes())
+        return seen.hexdigest()
+
+    def zero(self, first_block: int, chunks: int = 2) -> None:
+        for cache in self._caches:
+            cache.array[:, first_block : first_block + chunks * BLOCKS_PER_CHUNK] = 0
+
+    def flood(self, count: int) -> None:
+        """Send pings and read none of the replies."""
+        for _ in range(count):
+            self._client.send("ping", self._id)
+
+    def heartbeat(self, interval: float, seconds: float) -> int:
+        """Ping on a schedule; return how many were answered true."""
+        end, answered = time.monotonic() + seconds, 0
+        while time.monotonic() < end:
+            answered += self.ping()
+            time.sleep(interval)
+        return answered
+
+    def close(self) -> None:
+        self._client.close()
+        for cache in self._caches:
+            cache.close()
+
+    @staticmethod
+    def _key(seed: int, chunks: int, purpose: str, worker_id: int | None = 0) -> CacheKey:
+        tokens = [seed * 100_000 + position for position in range(chunks * CHUNK_TOKENS)]
+        request = f"{purpose}-{seed}"
+        return CacheKey(MODEL, 1, worker_id, tokens, 0, len(tokens), request)
+
+
+class WorkerProcess:
+    """The parent's side."""
+
+    def __init__(self, url: str, instance_id: int, wrapper: Sequence[str] = ()) -> None:
+        self.instance_id = instance_id
+        command = [sys.executable, "-m", "tests.fakes.worker_process", url, str(instance_id)]
+        self.process = subprocess.Popen(
+            [*wrapper, *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+        self.pid = int(self._read())
+        self._files = [Path(f"/dev/shm/lmcache_kv_{self.pid}_{n}") for n in range(LAYERS)]
+
+    def tell(self, command: str, *arguments: object) -> None:
+        """Send a command without waiting for its result."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([command, *arguments]) + "\n")
+        self.process.stdin.flush()
+
+    def ask(self, command: str, *arguments: object) -> Any:  # noqa: ANN401  # JSON
+        """Send a command and return its result; a worker's exception is raised here as text."""
+        self.tell(command, *arguments)
+        return self.result()
+
+    def result(self) -> Any:  # noqa: ANN401  # JSON
+        """Return the result of the oldest command that was told."""
+        result = json.loads(self._read())
+        if isinstance(result, dict) and "error" in result:
+            raise WorkerFailed(result["error"])
+        return result
+
+    def _read(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"worker {self.instance_id} ended with {self.process.poll()}"
+        return line
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the worker itself, which a wrapper is not."""
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait."""
+        self.signal(signal.SIGKILL)
+        self.process.wait(10)
+
+    def close(self) -> None:
+        """End it if it still runs; remove what a killed one left."""
+        if self.process.poll() is None:
+            self.signal(signal.SIGCONT)
+            self.signal(signal.SIGKILL)
+        self.process.wait(10)
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+        for file in self._files:
+            file.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class WorkerFailed(AssertionError):
+    """What a command raised in the worker."""
+
+
+def _main() -> None:
+    url, instance_id = sys.argv[1:]
+    worker = _Worker(url, int(instance_id))
+    print(os.getpid(), flush=True)  # noqa: T201
+    for line in sys.stdin:
+        command, *arguments = json.loads(line)
+        try:
+            result = getattr(worker, command)(*arguments)
+        except Exception as error:  # noqa: BLE001  # the parent raises it
+            result = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(result), flush=True)  # noqa: T201
+    worker.close()
+
+
+if __name__ == "__main__":
+    _main()
