@@ -365,12 +365,11 @@ class AgentConfig:
     def to_args(self) -> list[str]:
         """Write the arguments that give this configuration again: whatever is not the default."""
         values = ((option, getattr(self, option.field_name)) for option in OPTIONS)
-        arguments = (
+        return [
             option.argument(value)
             for option, value in values
             if option.required or value != option.default
-        )
-        return [argument for argument in arguments if argument is not None]
+        ]
 
 
 OPTIONS: tuple[Option, ...] = options_of(AgentConfig)

@@ -127,10 +127,8 @@ class Option:
             case _:
                 return self._number_problem(value)
 
-    def argument(self, value: Value) -> str | None:
-        """Write a value as one command-line argument; `None` if leaving it out says the same."""
-        if value is None:
-            return None
+    def argument(self, value: str | float) -> str:
+        """Write a value as one command-line argument."""
         if isinstance(value, bool):
             return self.flag_name if value else f"--no-{self.label}"
         return f"{self.flag_name}={value_text(value)}"
