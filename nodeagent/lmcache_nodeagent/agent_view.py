@@ -81,6 +81,7 @@ class RunningAgent:
         parts = self._parts
         config = parts.config
         return {
+            "instance_id": config.instance_id or parts.boot_id,
             "boot_id": parts.boot_id,
             "lmcache_release": LMCACHE_RELEASE,
             "port": config.port,

@@ -70,10 +70,15 @@ class _Late:
 
     dispatcher: Dispatcher | None = None
     targets: tuple[InstanceLivenessTarget, ...] = ()
+    reaper: Reaper | None = None
 
     def run(self, request: Request) -> None:
         assert self.dispatcher is not None
         self.dispatcher.run(request)
+
+    def wake_reaper(self) -> None:
+        assert self.reaper is not None
+        self.reaper.wake()
 
     def drop_instance_state(self, instance_id: InstanceId) -> None:
         for target in self.targets:
@@ -111,7 +116,12 @@ def assemble(env: Environment) -> Assembled:
     )
 
     releaser = Releaser(
-        env.spawn, publish, now, late.drop_instance_state, config.release_deadline_seconds
+        env.spawn,
+        publish,
+        now,
+        late.drop_instance_state,
+        config.release_deadline_seconds,
+        late.wake_reaper,
     )
     absent_pings = AbsentPings()
     copies = ChunkCopies(store, sessions, layouts, hasher, config.null_block_id, publish, now)
@@ -133,6 +143,7 @@ def assemble(env: Environment) -> Assembled:
         now,
         lookup.expire,
     )
+    late.reaper = reaper
     management = ManagementModule(
         late.targets, reaper, store, absent_pings, config.chunk_size, publish, now
     )

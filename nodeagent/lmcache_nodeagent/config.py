@@ -68,12 +68,6 @@ class AgentConfig:
             bounds=Bounds(1 << 20, 1 << 32),
         ).metadata,
     )
-    max_connections: int = field(
-        default=4096,
-        metadata=Flag(
-            Group.MESSAGES, "Worker connections accepted at the same time.", bounds=_QUEUE
-        ).metadata,
-    )
 
     http_host: str = field(
         default="127.0.0.1",
@@ -213,7 +207,8 @@ class AgentConfig:
         default=None,
         metadata=Flag(
             Group.TRANSFERS,
-            "Threads for store and retrieve; max-workers if not given.",
+            "Threads for store and retrieve; max-workers if not given, but at least 2, so that one "
+            "copy that hangs does not stop the others.",
             bounds=_THREADS,
         ).metadata,
     )
@@ -352,7 +347,7 @@ class AgentConfig:
     @property
     def transfer_threads(self) -> int:
         """Threads of the pool for store and retrieve."""
-        return self.max_workers if self.max_gpu_workers is None else self.max_gpu_workers
+        return max(self.max_workers, 2) if self.max_gpu_workers is None else self.max_gpu_workers
 
     @property
     def pool_name(self) -> str:

@@ -8,7 +8,8 @@ LmcacheKubeError
 │   ├── LayoutError         KV tensors the agent cannot map or move
 │   ├── NotRegistered       an instance id that has no context
 │   ├── NotTheSpeaker       a connection that may not speak for this instance
-│   └── StillReleasing      id or memory of a context that is still being released
+│   ├── StillReleasing      id or memory of a context that is still being released
+│   └── Overloaded          a full queue, or an agent that is stopping
 └── AgentError              ours
     ├── ConfigError         bad flags, all broken rules in one message
     ├── CapacityError       L1 that does not fit the machine
@@ -70,6 +71,12 @@ class StillReleasing(RequestError):
     """An instance id or memory handle whose previous context is still being released."""
 
     code = "still_releasing"
+
+
+class Overloaded(RequestError):
+    """A full queue, or an agent that is stopping; the same request may work later."""
+
+    code = "overloaded"
 
 
 class AgentError(LmcacheKubeError):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lmcache_nodeagent.errors import LayoutError
 
-SHM_DIRECTORY = Path("/dev/shm")  # noqa: S108 - where Linux keeps POSIX shared memory (shm_open(3))
+SHM_DIRECTORY = Path("/dev/shm")
 
 OWN_PREFIX = "lmcache-kube."
 """Segments of this agent and its neighbours. A worker that registered one as its KV memory could

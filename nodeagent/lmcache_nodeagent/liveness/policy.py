@@ -108,8 +108,13 @@ def judge(
     settings: LivenessSettings,
     surroundings: Surroundings,
     stalls: Stalls,
+    *,
+    describe: bool = True,
 ) -> Verdict:
-    """Judge one instance. The caller holds the lock that guards `entry`."""
+    """Judge one instance. The caller holds the lock that guards `entry`.
+
+    `describe` asks for the evidence in words, which costs more than the judgement.
+    """
     closed = all_closed(entry.connections)
     held_by, candidates = None, 0
     if closed:
@@ -117,7 +122,7 @@ def judge(
         held_by = f"{candidates} candidate connection(s)" if candidates else None
     elif not entry.has_liveness_signal and not settings.reap_idle_connected:
         held_by = "open connection"
-    evidence = _describe(entry, now, closed=closed, candidates=candidates)
+    evidence = _describe(entry, now, closed=closed, candidates=candidates) if describe else ()
     if closed and entry.last_connection.process_gone:
         return Verdict(State.CLOSED, Window.NONE, None, Reason.PROCESS_EXIT, None, evidence)
     limits = list(_limits(entry, settings, surroundings, stalls, held=held_by is not None))

@@ -137,9 +137,9 @@ class Reaper:
                 self._reap(settings, survey)
         for fact in survey.facts:
             self._publish(fact)
-        stuck_at = self._releaser.report_stuck()
-        if stuck_at is not None:
-            survey.deadlines.append(stuck_at)
+        overdue_at = self._releaser.report_overdue()
+        if overdue_at is not None:
+            survey.deadlines.append(overdue_at)
         return min([*survey.deadlines, now + self._longest_sleep(settings)])
 
     @staticmethod
@@ -152,14 +152,15 @@ class Reaper:
         surroundings = self._ledger.surroundings()
 
         def visit(entry: ReapableEntry) -> None:
-            verdict = judge(entry, now, settings, surroundings, self._stalls)
+            verdict = judge(entry, now, settings, surroundings, self._stalls, describe=False)
             survey.peers.add(entry.last_connection.peer.identity)
             if verdict.reason is not None:
                 survey.due += 1
                 if verdict.reason is Reason.HEARTBEAT_TIMEOUT:
                     survey.silent.append(entry)
                 if not settings.reaps:
-                    _note_would_reap(entry, verdict, now, survey)
+                    described = judge(entry, now, settings, surroundings, self._stalls)
+                    _note_would_reap(entry, described, now, survey)
             elif verdict.deadline is not None:
                 survey.deadlines.append(verdict.deadline)
             _note_mismatch(entry, settings, survey)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -28,13 +28,22 @@ OnReleased = Callable[[float | None], None]
 """Called with the seconds a release took, or None if its deadline passed or it failed."""
 
 
+_ANSWER_SECONDS = 1.5
+"""A caller that waits for a release is answered after this, released or not."""
+
+
 @dataclass(slots=True, eq=False)
 class Release:
-    """One release in progress. `started_at` is the moment of the fence."""
+    """One release in progress. `started_at` is the moment of the fence.
+
+    `on_end` is told once it has ended or is stuck; `on_answer` once it has ended or has taken
+    longer than a caller should wait.
+    """
 
     entry: ReapableEntry
     started_at: float
-    listeners: list[OnReleased] = field(default_factory=list)
+    on_end: OnReleased | None = None
+    on_answer: Callable[[], None] | None = None
     stuck_reported: bool = False
 
 
@@ -52,24 +61,30 @@ class Releaser:
         now: Now,
         drop_instance_state: Callable[[InstanceId], None],
         deadline_seconds: float,
+        wake: Callable[[], None],
     ) -> None:
         self._spawn = spawn
         self._publish = publish
         self._now = now
         self._drop_instance_state = drop_instance_state
         self._deadline_seconds = deadline_seconds
+        self._wake = wake  # lets the thread that calls `report_overdue` look at the new deadlines
         self._lock = Lock()  # guards: _releases and the fields of each
         self._releases: list[Release] = []
 
-    def start(self, entry: ReapableEntry, on_released: OnReleased | None = None) -> None:
+    def start(
+        self,
+        entry: ReapableEntry,
+        on_end: OnReleased | None = None,
+        on_answer: Callable[[], None] | None = None,
+    ) -> None:
         """Begin to release an entry that its module has already taken out. Threads: any."""
-        release = Release(entry, self._now())
-        if on_released is not None:
-            release.listeners.append(on_released)
+        release = Release(entry, self._now(), on_end, on_answer)
         with self._lock:
             self._releases.append(release)
         name = f"release-{render_instance_id(entry.instance_id)}"
         self._spawn(name, lambda: self._run(release))
+        self._wake()
 
     def _run(self, release: Release) -> None:
         """Thread: release-<instance>."""
@@ -79,53 +94,48 @@ class Releaser:
         entry.wait_drained()
         try:
             entry.close()
-        except Exception as failure:  # noqa: BLE001  # a close that raises must not lose the bookkeeping below
+        except Exception as failure:  # noqa: BLE001  # the bookkeeping below must not be lost
             _log.exception("release_failed")
             error = failure
         seconds = self._now() - release.started_at
         self._drop_instance_state(entry.instance_id)
         with self._lock:
             self._releases.remove(release)
-            listeners, release.listeners = release.listeners, []
+            on_end, on_answer = _take_end(release), _take_answer(release)
         if error is None:
             self._publish(InstanceReleased(entry.instance_id, mapped, seconds))
         else:
             self._publish(ReleaseFailed(entry.instance_id, repr(error)))
-        for listener in listeners:
-            listener(seconds if error is None else None)
+        on_end(seconds if error is None else None)
+        on_answer()
 
-    def report_stuck(self) -> float | None:
-        """Report each release past its deadline once; return the next deadline, if any."""
+    def report_overdue(self) -> float | None:
+        """Answer who has waited long enough, report each stuck release once.
+
+        Returns:
+            The next moment (monotonic) at which this has something to do, None without one.
+        """
         now = self._now()
-        overdue: list[tuple[Release, list[OnReleased]]] = []
+        answers: list[Callable[[], None]] = []
+        stuck: list[tuple[Release, OnReleased]] = []
         upcoming: list[float] = []
         with self._lock:
             for release in self._releases:
-                deadline = release.started_at + self._deadline_seconds
-                if release.stuck_reported:
-                    continue
-                if now < deadline:
-                    upcoming.append(deadline)
-                    continue
-                release.stuck_reported = True
-                overdue.append((release, release.listeners))
-                release.listeners = []
-        for release, listeners in overdue:
+                answer_at = release.started_at + _ANSWER_SECONDS
+                stuck_at = release.started_at + self._deadline_seconds
+                if release.on_answer is not None and now >= answer_at:
+                    answers.append(_take_answer(release))
+                if not release.stuck_reported and now >= stuck_at:
+                    release.stuck_reported = True
+                    stuck.append((release, _take_end(release)))
+                upcoming += [moment for moment in (answer_at, stuck_at) if moment > now]
+        for answer in answers:
+            answer()
+        for release, on_end in stuck:
             waited, entry = now - release.started_at, release.entry
             self._publish(ReleaseStuck(entry.instance_id, waited, entry.transfers_in_flight))
-            for listener in listeners:
-                listener(None)
+            on_end(None)
         return min(upcoming, default=None)
-
-    def is_releasing(self, instance_id: InstanceId) -> bool:
-        """Tell whether a context of this id is still being released."""
-        with self._lock:
-            return any(r.entry.instance_id == instance_id for r in self._releases)
-
-    def holds_any(self, handles: frozenset[str]) -> bool:
-        """Tell whether one of these segments belongs to a context that is still being released."""
-        with self._lock:
-            return any(not handles.isdisjoint(r.entry.handles) for r in self._releases)
 
     def in_progress(self) -> Sequence[Release]:
         """Return the releases in progress, oldest first."""
@@ -135,3 +145,14 @@ class Releaser:
     def is_stuck(self, release: Release) -> bool:
         """Tell whether a release has passed its deadline."""
         return self._now() - release.started_at > self._deadline_seconds
+
+
+def _take_end(release: Release) -> OnReleased:
+    """Take the listener, so that it is told once."""
+    on_end, release.on_end = release.on_end, None
+    return on_end or (lambda _seconds: None)
+
+
+def _take_answer(release: Release) -> Callable[[], None]:
+    on_answer, release.on_answer = release.on_answer, None
+    return on_answer or (lambda: None)

@@ -48,6 +48,7 @@ class ContextEntry(ReapableEntry):
     fenced: bool = False
     shard: int | None = None  # the KV shard, once a transfer has named it
     drained: Event = field(default_factory=Event)
+    closed: bool = False
 
     @property
     def model(self) -> str:
@@ -86,4 +87,7 @@ class ContextEntry(ReapableEntry):
 
     def close(self) -> None:
         """Unmap. Thread: release-<instance>."""
-        self.context.close()
+        try:
+            self.context.close()
+        finally:
+            self.closed = True

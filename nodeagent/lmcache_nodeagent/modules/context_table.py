@@ -107,9 +107,9 @@ class ContextTable:
     def left(self, instance_id: InstanceId) -> None:
         """Note that a context of this id has been released. Idempotent."""
         with self._lock:
-            drained = [e for e in self._leaving if e.instance_id == instance_id and not e.users]
-            if drained:
-                self._leaving.remove(drained[0])
+            self._leaving = [
+                e for e in self._leaving if e.instance_id != instance_id or not e.closed
+            ]
 
     def touch(
         self, instance_id: InstanceId, connection: Connection, now: float, *, ping: bool

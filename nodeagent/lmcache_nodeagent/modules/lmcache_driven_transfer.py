@@ -145,7 +145,7 @@ class LMCacheDrivenTransferModule(InstanceLivenessTarget):
         )
 
     def unregister_kv_cache(self, call: Call, instance_id: InstanceId) -> Pending | None:
-        """Release a worker that says goodbye; answered once its memory is unmapped, or is stuck.
+        """Release a worker that says goodbye; answered once its memory is unmapped, or is slow.
 
         An unknown id is fine.
 
@@ -157,7 +157,7 @@ class LMCacheDrivenTransferModule(InstanceLivenessTarget):
             return None
         self._let_go(entry)
         done = Pending()
-        self._releaser.start(entry, lambda _seconds: done.settle(None))
+        self._releaser.start(entry, on_answer=lambda: done.settle(None))
         self._publish(InstanceUnregistered(instance_id, entry.model, call.connection.peer.text))
         return done
 

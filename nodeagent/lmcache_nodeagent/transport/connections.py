@@ -33,8 +33,10 @@ _CHOSEN_BY_LIBZMQ = 0
 _FORGET_CLOSED_SECONDS = 5.0
 """A closed connection's messages may still be unread; after this nothing of it is left."""
 
+_TIDY_SECONDS = 1.0
+
 _WATCH_EXIT_SECONDS = 60.0
-"""A process may exit after its connection closed; later than this its exit proves nothing new."""
+"""A process may exit after its connection closed; later than this, its exit proves nothing."""
 
 
 class ConnectionTable:
@@ -61,6 +63,7 @@ class ConnectionTable:
         self._unproven: dict[RoutingId, int] = {}  # descriptor of the first message
         self._sockets: dict[RoutingId, PeerSocket] = {}
         self._pidfds: dict[int, Connection] = {}
+        self._next_tidy = 0.0
         self._closed: list[tuple[float, Connection]] = []
         self.exits = select.epoll()  # readable when a process at a Unix socket has exited
 
@@ -211,6 +214,9 @@ class ConnectionTable:
     def tidy(self) -> None:
         """Forget closed connections once nothing of them can be unread any more."""
         now = self._now()
+        if now < self._next_tidy:
+            return
+        self._next_tidy = now + _TIDY_SECONDS
         kept = []
         for closed_at, connection in self._closed:
             if now - closed_at < _FORGET_CLOSED_SECONDS:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from lmcache_nodeagent.errors import (
     MalformedRequest,
     NotTheSpeaker,
+    Overloaded,
     RequestError,
     UnsupportedOperation,
 )
@@ -119,7 +120,10 @@ class Dispatcher:
             self.run(request)
             return
         if self._closing or not self._pools[operation.pool].submit(request):
-            raise RequestError(f"{operation.name}: the agent has too much to do; try again later")
+            raise Overloaded(
+                f"{operation.name}: the agent is stopping or its {operation.pool.value} queue is"
+                " full; try again later"
+            )
 
     def _touch(self, request: Request, instance_id: InstanceId) -> Touched:
         """Refresh the instance; refuse a stranger, but answer its ping."""

@@ -19,6 +19,7 @@ from lmcache_nodeagent.events import ReplyDropped
 from lmcache_nodeagent.liveness.stalls import STALL_SECONDS
 from lmcache_nodeagent.transport.connections import ConnectionTable
 from lmcache_nodeagent.transport.monitor import SocketMonitor
+from lmcache_nodeagent.transport.sockets import RECEIVE_QUEUE_MESSAGES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -77,6 +78,7 @@ class Router:
         self._wakeup_pending = False
         self._lock = Lock()  # guards: _marks
         self._marks: list[Event] = []
+        self._read_since_mark: Counter[bytes] = Counter()  # router thread only
         self._stopping = Event()
         self._last_read_at = now()
         self._last_turn_at = now()
@@ -96,24 +98,25 @@ class Router:
         try:
             while not self._stopping.is_set():
                 asked_at = self._now()
-                poller.poll(_LONGEST_WAIT_MS)
+                ready = dict(poller.poll(_LONGEST_WAIT_MS))
                 woke_at = self._now()
                 self._note_stall(asked_at + _LONGEST_WAIT_MS / 1000, woke_at)
-                self._turn()
+                self._turn(exits=self._connections.exits.fileno() in ready)
                 self._note_stall(woke_at, self._now())
             self._send_replies()
         finally:
             self._close()
 
-    def _turn(self) -> None:
+    def _turn(self, *, exits: bool) -> None:
         """Do everything that is due, in an order that keeps the books right."""
         self._take_wakeup()
         self._connections.read_monitor()
-        self._connections.read_exits()
+        if exits:
+            self._connections.read_exits()
         empty = self._read_messages()
         self._send_replies()
         self._connections.tidy()
-        if empty:
+        if self._marks and (empty or self._has_read_past_every_queue()):
             self._set_marks()
         self._last_turn_at = self._now()
 
@@ -131,6 +134,8 @@ class Router:
                 return True
             frames = self._rest_of_message()
             self._last_read_at = self._now()
+            if self._marks:
+                self._read_since_mark[first.bytes] += 1
             connection = self._connections.of_message(first)
             if connection.first_uid is None and frames:
                 connection.first_uid = _small_uid(frames[0])
@@ -210,11 +215,19 @@ class Router:
         self._wake()
         return mark.wait(timeout_seconds)
 
+    def _has_read_past_every_queue(self) -> bool:
+        """Tell whether what was queued at the mark is read, though more keeps coming.
+
+        libzmq serves connections in turn: once one of them has given a full queue of messages,
+        each other has given at least what it had queued, or run empty.
+        """
+        return max(self._read_since_mark.values(), default=0) > RECEIVE_QUEUE_MESSAGES
+
     def _set_marks(self) -> None:
         with self._lock:
             marks, self._marks = self._marks, []
-        if marks:
-            self._connections.read_monitor()
+        self._read_since_mark.clear()
+        self._connections.read_monitor()
         for mark in marks:
             mark.set()
 

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 _SEND_QUEUE_MESSAGES = 16_384
 """Replies kept for a peer that does not read; they are small. Beyond it they are dropped."""
 
-_RECEIVE_QUEUE_MESSAGES = 1_000
+RECEIVE_QUEUE_MESSAGES = 1_000
+"""Messages that libzmq keeps of one connection before it stops reading from it."""
+
 _HANDSHAKE_SECONDS = 10.0
 _LINGER_MS = 500
 _KEEPALIVE_IDLE_SECONDS = 60
@@ -113,7 +115,7 @@ def _set_options(router: zmq.Socket[bytes], config: AgentConfig, keepalive: Keep
         zmq.ROUTER_HANDOVER: 1,
         zmq.MAXMSGSIZE: config.max_message_bytes,
         zmq.SNDHWM: _SEND_QUEUE_MESSAGES,
-        zmq.RCVHWM: _RECEIVE_QUEUE_MESSAGES,
+        zmq.RCVHWM: RECEIVE_QUEUE_MESSAGES,
         zmq.HANDSHAKE_IVL: int(_HANDSHAKE_SECONDS * 1000),
         zmq.LINGER: _LINGER_MS,
         zmq.BACKLOG: _BACKLOG,
