@@ -38,6 +38,14 @@ if TYPE_CHECKING:
 
 _IDS_KEPT_PER_CONNECTION = 64
 
+_FIXES = {
+    "register_kv_cache_engine_driven_context": (
+        "it serves lmcache_driven transfers: set lmcache.mp.mp_transfer_mode to lmcache_driven"
+        " in the worker's kv_connector_extra_config"
+    )
+}
+"""What a user changes, for refusals that a start-up fails with."""
+
 
 class Hear(Protocol):
     """Takes a sign of life as it is read; see `ManagementModule.hear`."""
@@ -98,6 +106,8 @@ class Dispatcher:
             self._admit(request)
         except RequestError as error:
             request.refuse(error)
+        except Exception as error:  # noqa: BLE001  # worker dispatch: no request ends the router
+            request.fail(error, traceback.format_exc())
 
     def _malformed(self, connection: Connection, reason: str, detail: str) -> None:
         self._publish(MalformedMessage(reason, connection.peer.text, detail))
@@ -110,10 +120,8 @@ class Dispatcher:
         instance_id = peek_instance_id(operation, request.payload)
         self._note_what_it_says(request.connection, operation, instance_id)
         if operation.name not in self._handlers:
-            raise UnsupportedOperation(
-                f"{operation.name} is not served by this agent; it serves"
-                f" {', '.join(sorted(self._handlers))}"
-            )
+            fix = _FIXES.get(operation.name, "see its documentation for what it serves")
+            raise UnsupportedOperation(f"{operation.name} is not served by this agent; {fix}")
         if instance_id is not None and operation.life_sign:
             request.touched = self._touch(request, instance_id)
         if operation.pool is PoolKind.INLINE:
