@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+import zmq
 
 from lmcache_worker.client import WorkerClient
 from lmcache_worker.shared_memory import SharedKvCache
@@ -30,8 +31,11 @@ CHUNK_TOKENS = 256
 BLOCKS_PER_CHUNK = CHUNK_TOKENS // BLOCK_TOKENS
 
 
-class _Worker:
-    """The child's side: one client, its memory, and what it is told to do."""
+class Worker:
+    """One client, its memory, and what it is told to do; the child's side, and of use by itself.
+
+    `url` may name the address to come from: `tcp://127.0.0.2:0;127.0.0.1:PORT`.
+    """
 
     def __init__(self, url: str, instance_id: int) -> None:
         self._id = instance_id
@@ -44,17 +48,31 @@ class _Worker:
             cache.array[...] = noise.integers(0, 1 << 16, cache.array.shape, dtype=np.uint16)
         self._client.__enter__()
 
+    @property
+    def client(self) -> WorkerClient:
+        """For requests of other kinds."""
+        return self._client
+
+    @property
+    def segments(self) -> list[str]:
+        """Names of the memory's files."""
+        return [cache.tensor.shm_name for cache in self._caches]
+
     def register(self, model: str = MODEL) -> None:
+        """Let the agent map the memory."""
         tensors = [cache.tensor for cache in self._caches]
         self._client.register_kv_cache(self._id, tensors, model)
 
     def ping(self) -> bool:
+        """Give a sign of life; False asks to register again."""
         return self._client.ping(self._id)
 
     def ping_nil(self) -> bool:
+        """Ping for nobody, as a scheduler does."""
         return self._client.ping(None)
 
     def store(self, seed: int, chunks: int = 2, first_block: int = 1) -> bool:
+        """Store the blocks under the prompt that `seed` stands for."""
         return self._client.store(
             self._key(seed, chunks, "store"),
             self._id,
@@ -62,10 +80,12 @@ class _Worker:
         )[1]
 
     def lookup(self, seed: int, chunks: int = 2) -> int:
+        """Return how many chunks of that prompt are cached; they are pinned now."""
         key = self._key(seed, chunks, "load", worker_id=None)
         return self._client.hit_chunks(key)
 
     def retrieve(self, seed: int, chunks: int = 2, first_block: int = 32) -> bool:
+        """Load the prompt into the blocks."""
         return self._client.retrieve(
             self._key(seed, chunks, "load"),
             self._id,
@@ -73,9 +93,11 @@ class _Worker:
         )[1]
 
     def end_session(self, seed: int) -> None:
+        """Give up what a lookup pinned."""
         self._client.end_session(f"load-{seed}")
 
     def unregister(self) -> None:
+        """Say goodbye."""
         self._client.unregister(self._id)
 
     def digest(self, first_block: int, chunks: int = 2) -> str:
@@ -87,13 +109,20 @@ class _Worker:
         return seen.hexdigest()
 
     def zero(self, first_block: int, chunks: int = 2) -> None:
+        """Forget the bytes of some blocks, all layers."""
         for cache in self._caches:
             cache.array[:, first_block : first_block + chunks * BLOCKS_PER_CHUNK] = 0
 
     def flood(self, count: int) -> None:
         """Send pings and read none of the replies."""
-        for _ in range(count):
-            self._client.send("ping", self._id)
+        sent = 0
+        while sent < count:
+            try:
+                self._client.send("ping", self._id)
+            except zmq.Again:  # the agent reads more slowly than we write
+                time.sleep(0.001)
+            else:
+                sent += 1
 
     def heartbeat(self, interval: float, seconds: float) -> int:
         """Ping on a schedule; return how many were answered true."""
@@ -104,9 +133,21 @@ class _Worker:
         return answered
 
     def close(self) -> None:
+        """Disconnect without a goodbye, and remove the memory."""
         self._client.close()
         for cache in self._caches:
             cache.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
 
     @staticmethod
     def _key(seed: int, chunks: int, purpose: str, worker_id: int | None = 0) -> CacheKey:
@@ -128,8 +169,8 @@ class WorkerProcess:
             text=True,
             cwd=Path(__file__).parents[2],
         )
-        self.pid = int(self._read())
-        self._files = [Path(f"/dev/shm/lmcache_kv_{self.pid}_{n}") for n in range(LAYERS)]
+        self.pid, segments = json.loads(self._read())
+        self._files = [Path("/dev/shm") / name.lstrip("/") for name in segments]
 
     def tell(self, command: str, *arguments: object) -> None:
         """Send a command without waiting for its result."""
@@ -194,8 +235,10 @@ class WorkerFailed(AssertionError):
 
 def _main() -> None:
     url, instance_id = sys.argv[1:]
-    worker = _Worker(url, int(instance_id))
-    print(os.getpid(), flush=True)  # noqa: T201
+    worker = Worker(url, int(instance_id))
+    # Not getpid: in a PID namespace of its own the parent knows it by the number in its /proc.
+    pid = int(os.readlink("/proc/self"))  # noqa: PTH115
+    print(json.dumps([pid, worker.segments]), flush=True)  # noqa: T201
     for line in sys.stdin:
         command, *arguments = json.loads(line)
         try:
