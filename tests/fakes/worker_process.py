@@ -201,9 +201,14 @@ class WorkerProcess:
         os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL, and wait."""
+        """SIGKILL, wait, and remove the names of its memory, which nobody else will."""
         self.signal(signal.SIGKILL)
         self.process.wait(10)
+        self._remove_files()
+
+    def _remove_files(self) -> None:
+        for file in self._files:
+            file.unlink(missing_ok=True)
 
     def close(self) -> None:
         """End it if it still runs; remove what a killed one left."""
@@ -214,8 +219,7 @@ class WorkerProcess:
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
-        for file in self._files:
-            file.unlink(missing_ok=True)
+        self._remove_files()
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,132 @@
+"""A killed worker's memory is back soon, whatever the reap timeout is; nobody else is touched."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Generator
+from contextlib import ExitStack
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.agent_process import AgentProcess
+from tests.fakes.netns import needs_root
+from tests.fakes.worker_process import Worker, WorkerProcess
+
+SMALLEST_CLOSE_SECONDS = 3
+SLACK_SECONDS = 1.0
+IN_A_PID_NAMESPACE = ("unshare", "--pid", "--fork")
+
+StartWorkers = Callable[[AgentProcess, int], list[WorkerProcess]]
+
+
+@pytest.fixture
+def start_workers() -> Generator[StartWorkers]:
+    """Workers of one address; a test may kill them."""
+    with ExitStack() as stack:
+
+        def start(agent: AgentProcess, count: int) -> list[WorkerProcess]:
+            workers = [
+                stack.enter_context(WorkerProcess(agent.url, instance_id))
+                for instance_id in range(1, count + 1)
+            ]
+            for worker in workers:
+                worker.ask("register")
+            return workers
+
+        yield start
+
+
+def seconds_to_release(agent: AgentProcess, workers: list[WorkerProcess], limit: float) -> float:
+    """Kill all at once; return when the last of them is gone, context and all."""
+    mapped = {w.instance_id: agent.instances()[w.instance_id]["bytes"] for w in workers}
+    started = time.monotonic()
+    for worker in workers:
+        worker.kill()
+    for worker in workers:
+        reap = agent.wait_reaped(worker.instance_id, limit + 5 * SLACK_SECONDS)
+        assert reap["reason"] == "connection_closed"
+        assert reap["bytes"] == mapped[worker.instance_id] > 0
+        assert reap["release_seconds"] < SLACK_SECONDS
+        assert worker.instance_id not in agent.instances()
+    return time.monotonic() - started
+
+
+def assert_served(agent: AgentProcess, worker: WorkerProcess, seed: int) -> None:
+    """Check that a worker is where it was, and that its bytes come back."""
+    assert worker.instance_id in agent.instances()
+    assert worker.ask("ping") is True
+    before = worker.ask("digest", 1)
+    assert worker.ask("store", seed)
+    assert worker.ask("lookup", seed) == 2
+    assert worker.ask("retrieve", seed)
+    assert worker.ask("digest", 32) == before
+
+
+@pytest.mark.parametrize("reap_timeout", [30, 3600])
+def test_killed_workers_are_gone_within_the_close_window_and_a_second(
+    reap_timeout: int, start_workers: StartWorkers
+) -> None:
+    """One killed after serving and one before its first ping, whatever T is; the others serve."""
+    flags = (
+        f"--worker-reap-timeout-seconds={reap_timeout}",
+        "--worker-registration-grace-seconds=3600",
+        f"--close-confirm-seconds={SMALLEST_CLOSE_SECONDS}",
+    )
+    with AgentProcess(*flags) as agent:
+        pinged, never_pinged, serving, idle = start_workers(agent, 4)
+        for seed, worker in enumerate((pinged, serving), 1):
+            assert_served(agent, worker, seed)
+
+        seconds = seconds_to_release(agent, [pinged, never_pinged], SMALLEST_CLOSE_SECONDS)
+
+        assert SMALLEST_CLOSE_SECONDS <= seconds <= SMALLEST_CLOSE_SECONDS + SLACK_SECONDS
+        assert set(agent.instances()) == {serving.instance_id, idle.instance_id}
+        assert_served(agent, serving, 3)
+        assert_served(agent, idle, 4)
+        assert len(agent.reaps()) == 2
+
+
+@pytest.mark.slow
+def test_with_the_defaults_a_killed_worker_is_gone_within_eleven_seconds(
+    start_workers: StartWorkers,
+) -> None:
+    """The default close window is 10 s."""
+    with AgentProcess() as agent:
+        dying, idle = start_workers(agent, 2)
+        assert_served(agent, dying, 1)
+        assert seconds_to_release(agent, [dying], 10) <= 10 + SLACK_SECONDS
+        assert_served(agent, idle, 2)
+
+
+@needs_root
+def test_over_a_unix_socket_the_kernel_tells_of_a_death_across_pid_namespaces(
+    tmp_path: Path,
+) -> None:
+    """Each is gone within 0.1 s, by the pidfd; pinged or not, in PID namespaces of their own.
+
+    The bound is for the median of five: tests beside this one may keep the two cores busy.
+    """
+    path = tmp_path / "agent.sock"
+    with AgentProcess(f"--ipc-path={path}") as agent, Worker(agent.url, 99) as bystander:
+        bystander.register()
+        seconds = [seconds_to_process_exit(agent, path, number) for number in range(1, 6)]
+        assert statistics.median(seconds) < 0.1, seconds
+        assert max(seconds) < SLACK_SECONDS, seconds
+        assert set(agent.instances()) == {99}
+
+
+def seconds_to_process_exit(agent: AgentProcess, path: Path, instance_id: int) -> float:
+    """Kill a worker at the Unix socket; return the time to its released memory."""
+    with WorkerProcess(f"ipc://{path}", instance_id, wrapper=IN_A_PID_NAMESPACE) as worker:
+        worker.ask("register")
+        if instance_id % 2:
+            assert worker.ask("ping") is True
+        killed_at = time.time()
+        worker.kill()
+        reap = agent.wait_reaped(instance_id, 5)
+    assert reap["reason"] == "process_exit"
+    detected_at = datetime.fromisoformat(reap["detected_at"]).timestamp()
+    return detected_at + float(reap["release_seconds"]) - killed_at
