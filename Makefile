@@ -11,7 +11,14 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.up-to-date
-SOURCES := nodeagent operator tests docs $(wildcard benchmarks)
+STOCK := .venvs/stock
+STOCK_LMCACHE := $(STOCK)/.lmcache-up-to-date
+STOCK_VLLM := $(STOCK)/.vllm-up-to-date
+STOCK_LOCKS := tests/conformance/requirements
+SOURCES := nodeagent operator tests demo docs $(wildcard benchmarks)
+
+COMPILE := uv pip compile --no-config --quiet --universal --python-version 3.11 --generate-hashes \
+  --no-emit-index-url --no-emit-find-links --no-header --upgrade
 
 ##@ Use
 
@@ -31,6 +38,10 @@ $(READY): requirements/dev.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --require-hashes --requirement requirements/dev.txt
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
+
+.PHONY: demo
+demo: $(READY) ## Watch an agent release a killed worker's memory and spare the others (10 s)
+	@$(BIN)/python -m demo $(ARGS)
 
 .PHONY: run
 run: $(READY) ## Start an agent to use by hand; ARGS="--port 0 --log-level debug" adds flags
@@ -67,6 +78,24 @@ unit: $(READY) ## Unit tests: no sockets, threads or sleeps
 integration: $(READY) ## Integration tests: the real agent as a process, real clients
 	$(BIN)/pytest tests/integration
 
+.PHONY: conformance
+conformance: $(READY) $(STOCK_LMCACHE) ## Stock LMCache adapters drive the agent (4 GB the first time)
+	$(BIN)/pytest tests/conformance
+
+.PHONY: e2e
+e2e: $(READY) $(STOCK_VLLM) ## Stock vLLM on the CPU with stock LMCache, end to end (minutes; 5 GB)
+	$(BIN)/python -m tests.e2e.run $(ARGS)
+
+# The stock releases never share an environment with the project: their own lock, nothing resolved.
+$(STOCK_LMCACHE): $(STOCK_LOCKS)/lmcache.txt
+	"$(PYTHON)" -m venv $(STOCK)
+	$(STOCK)/bin/python -m pip install --quiet --no-deps --require-hashes --requirement $<
+	touch $@
+
+$(STOCK_VLLM): $(STOCK_LOCKS)/vllm.txt $(STOCK_LMCACHE)
+	$(STOCK)/bin/python -m pip install --quiet --no-deps --require-hashes --requirement $<
+	touch $@
+
 ##@ Maintain
 
 .PHONY: generate
@@ -79,9 +108,16 @@ verify: $(READY) ## Fail if a generated reference is out of date
 
 .PHONY: lock
 lock: ## Resolve the dependencies again into requirements/ (needs uv)
-	uv pip compile --no-config --quiet --universal --python-version 3.11 --generate-hashes \
-	  --no-emit-index-url --no-emit-find-links --no-header --upgrade \
-	  --all-extras --group dev --output-file requirements/dev.txt pyproject.toml
+	$(COMPILE) --all-extras --group dev --output-file requirements/dev.txt pyproject.toml
+
+.PHONY: lock-stock
+lock-stock: ## Resolve the stock environment's locks again (needs uv)
+	$(COMPILE) --no-annotate --override $(STOCK_LOCKS)/left-out.txt \
+	  --override $(STOCK_LOCKS)/vllm-overrides.txt \
+	  --output-file $(STOCK_LOCKS)/vllm.txt $(STOCK_LOCKS)/vllm.in
+	$(COMPILE) --no-annotate --override $(STOCK_LOCKS)/left-out.txt \
+	  --constraint $(STOCK_LOCKS)/vllm.txt \
+	  --output-file $(STOCK_LOCKS)/lmcache.txt $(STOCK_LOCKS)/lmcache.in
 
 .PHONY: clean
 clean: ## Remove .venv, caches and build output

@@ -1,0 +1,1 @@
+"""`make demo`: real workers on a real agent, one killed, one frozen; every claim is checked."""
