@@ -61,7 +61,7 @@ class LivenessEntry:
     ping_intervals: list[float] = field(default_factory=list)
     last_ping_at: float | None = None
     mismatch_reported: bool = False
-    would_reap_reported: str = ""
+    would_reap_reported: bool = False
 
     def __post_init__(self) -> None:
         """Bind the registrant."""
@@ -116,7 +116,7 @@ class LivenessEntry:
             self.hints.clear()
         self.bind(connection)
         self.last_seen = max(self.last_seen, now)
-        self.would_reap_reported = ""
+        self.would_reap_reported = False
         return cancelled
 
     def inherit(self, earlier: LivenessEntry) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from lmcache_nodeagent.ids import InstanceId, RoutingId
 
-_GONE_CANDIDATES_KEPT = 1024
+_GONE_LINKS_KEPT = 1024
 _CLOSES_KEPT = 256
 
 
@@ -101,13 +101,13 @@ class Surroundings:
 
     Attributes:
         links: every open link.
-        gone_candidates: (serial, moment) of links that closed without having been excluded.
+        gone: recently closed links, without those that never got as far as the ZMTP handshake.
         peer_closes: (peer identity, moment) of recent closes by peers.
         router_stall_ended_at: end of the last router stall longer than a second, or None.
     """
 
     links: tuple[Link, ...] = ()
-    gone_candidates: tuple[tuple[int, float], ...] = ()
+    gone: tuple[Link, ...] = ()
     peer_closes: tuple[tuple[str, float], ...] = ()
     router_stall_ended_at: float | None = None
 
@@ -115,9 +115,7 @@ class Surroundings:
 @dataclass(slots=True)
 class _Books:
     links: dict[int, Link] = field(default_factory=dict)
-    gone: deque[tuple[int, float]] = field(
-        default_factory=lambda: deque(maxlen=_GONE_CANDIDATES_KEPT)
-    )
+    gone: deque[Link] = field(default_factory=lambda: deque(maxlen=_GONE_LINKS_KEPT))
     closes: deque[tuple[str, float]] = field(default_factory=lambda: deque(maxlen=_CLOSES_KEPT))
     stall_ended_at: float | None = None
 
@@ -155,10 +153,8 @@ class ConnectionLedger:
             if link is None:
                 return None
             link.closed_at = now
-            if may_have_been_a_worker and (
-                link.connection is None or not link.connection.spoke_for
-            ):
-                self._books.gone.append((link.serial, now))
+            if may_have_been_a_worker:
+                self._books.gone.append(link)
         return link
 
     def connection_closed(self, connection: Connection, now: float, kind: CloseKind) -> None:
@@ -182,7 +178,7 @@ class ConnectionLedger:
             books = self._books
             return Surroundings(
                 links=tuple(books.links.values()),
-                gone_candidates=tuple(books.gone),
+                gone=tuple(books.gone),
                 peer_closes=tuple(books.closes),
                 router_stall_ended_at=books.stall_ended_at,
             )

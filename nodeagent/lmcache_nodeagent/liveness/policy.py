@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from lmcache_nodeagent.liveness.evidence import CloseKind, all_closed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
-    from lmcache_nodeagent.liveness.entry import LivenessEntry
-    from lmcache_nodeagent.liveness.evidence import Connection, Surroundings
+    from lmcache_nodeagent.liveness.entry import Hint, LivenessEntry
+    from lmcache_nodeagent.liveness.evidence import Connection, Link, Surroundings
     from lmcache_nodeagent.liveness.stalls import Stalls
 
 ENGINE_WITH_ALL_EVIDENCE = "vllm"
@@ -125,7 +125,7 @@ def judge(
     evidence = _describe(entry, now, closed=closed, candidates=candidates) if describe else ()
     if closed and entry.last_connection.process_gone:
         return Verdict(State.CLOSED, Window.NONE, None, Reason.PROCESS_EXIT, None, evidence)
-    limits = list(_limits(entry, settings, surroundings, stalls, held=held_by is not None))
+    limits = list(_limits(entry, now, settings, surroundings, stalls, held=held_by is not None))
     earliest = min(limits, key=lambda limit: limit.deadline, default=None)
     state = _state(entry, now, closed=closed, settings=settings)
     if earliest is None:
@@ -136,6 +136,7 @@ def judge(
 
 def _limits(
     entry: LivenessEntry,
+    now: float,
     settings: LivenessSettings,
     surroundings: Surroundings,
     stalls: Stalls,
@@ -158,9 +159,9 @@ def _limits(
             yield limit(
                 Window.REGISTRATION_GRACE, Reason.REGISTRATION_GRACE, entry.last_seen, grace
             )
-    if held:
+    if held or entry.engine_type != ENGINE_WITH_ALL_EVIDENCE:
         return
-    for hint in entry.hints:
+    for hint in standing_hints(entry, now):
         seconds = hint_window_seconds(entry, settings)
         yield limit(Window.HINT, Reason.POD_HINT, hint.observed_at, seconds)
     if closed_by_peer(entry):
@@ -191,22 +192,30 @@ def heartbeat_is_mismatched(entry: LivenessEntry, settings: LivenessSettings) ->
 
 def closed_by_peer(entry: LivenessEntry) -> bool:
     """Tell whether the instance's connections are all closed, the last one by the worker's end."""
-    return (
-        entry.engine_type == ENGINE_WITH_ALL_EVIDENCE
-        and all_closed(entry.connections)
-        and entry.last_connection.close_kind is CloseKind.PEER
-    )
+    return all_closed(entry.connections) and entry.last_connection.close_kind is CloseKind.PEER
+
+
+def standing_hints(entry: LivenessEntry, now: float) -> Sequence[Hint]:
+    """Return the hints that have not expired."""
+    return [hint for hint in entry.hints if now < hint.expires_at]
 
 
 def open_candidates(entry: LivenessEntry, surroundings: Surroundings) -> Iterable[str]:
     """Yield a line for each open connection that might be the same worker come back."""
     for link in surroundings.links:
-        if link.serial <= entry.last_connection.accept_serial:
-            continue
-        if link.connection is None:
-            yield f"link {link.serial}, silent so far"
-        elif not _excluded(link.connection, entry):
-            yield f"link {link.serial} from {link.connection.peer.text}"
+        if _may_be_the_worker(link, entry):
+            who = link.connection.peer.text if link.connection else "somebody silent so far"
+            yield f"link {link.serial} from {who}"
+
+
+def _may_be_the_worker(link: Link, entry: LivenessEntry) -> bool:
+    """Tell whether a link was accepted after the instance's last one and not shown to be another's.
+
+    That one is excluded for good: a link that is not the worker's says nothing by its end either.
+    """
+    if link.serial <= entry.last_connection.accept_serial:
+        return False
+    return link.connection is None or not _excluded(link.connection, entry)
 
 
 def _excluded(candidate: Connection, entry: LivenessEntry) -> bool:
@@ -223,9 +232,11 @@ def close_window_start(entry: LivenessEntry, surroundings: Surroundings) -> floa
     """The latest of: the close, a later candidate's close, a router stall's end."""
     closed_at = max(c.closed_at for c in entry.connections if c.closed_at is not None)
     moments = [closed_at]
-    for serial, gone_at in surroundings.gone_candidates:
-        if serial > entry.last_connection.accept_serial:
-            moments.append(gone_at)
+    moments += [
+        link.closed_at
+        for link in surroundings.gone
+        if link.closed_at is not None and _may_be_the_worker(link, entry)
+    ]
     if surroundings.router_stall_ended_at is not None:
         moments.append(surroundings.router_stall_ended_at)
     return max(moments)
@@ -241,26 +252,23 @@ def is_network_event(entry: LivenessEntry, surroundings: Surroundings) -> bool:
     )
 
 
-def brake_applies(silent_peers: int, tracked_peers: int, *, agent_looks_at_fault: bool) -> bool:
-    """Mass silence: at least three peers and over 60 % of them, and a sign that we are at fault."""
-    return (
-        agent_looks_at_fault
-        and silent_peers >= BRAKE_MIN_PEERS
-        and silent_peers > BRAKE_SHARE * tracked_peers
-    )
+def fell_silent(entry: LivenessEntry, now: float, settings: LivenessSettings) -> bool:
+    """Tell whether half of the silence window has passed without a word: a ping is overdue."""
+    window = silence_window_seconds(entry, settings)
+    return entry.has_liveness_signal and 0 < window / 2 < now - entry.last_seen
+
+
+def is_mass_silence(silent_peers: int, pinging_peers: int) -> bool:
+    """Tell whether at least three peers, and over 60 % of those that ping, are silent together."""
+    return silent_peers >= BRAKE_MIN_PEERS and silent_peers > BRAKE_SHARE * pinging_peers
 
 
 def _state(entry: LivenessEntry, now: float, *, closed: bool, settings: LivenessSettings) -> State:
     if closed:
         return State.CLOSED
-    if entry.hints:
+    if standing_hints(entry, now) or fell_silent(entry, now, settings):
         return State.SUSPECT
-    if not entry.has_liveness_signal:
-        return State.IDLE
-    window = silence_window_seconds(entry, settings)
-    if window > 0 and now - entry.last_seen > window / 2:
-        return State.SUSPECT
-    return State.ACTIVE
+    return State.ACTIVE if entry.has_liveness_signal else State.IDLE
 
 
 def _describe(
@@ -283,5 +291,5 @@ def _describe(
         lines.append("process exited (pidfd)")
     if candidates:
         lines.append(f"{candidates} connection(s) might be the worker come back")
-    lines.extend(f"hint: {hint.trigger}" for hint in entry.hints)
+    lines.extend(f"hint: {hint.trigger}" for hint in standing_hints(entry, now))
     return tuple(lines)

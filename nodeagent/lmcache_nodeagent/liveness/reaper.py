@@ -16,8 +16,9 @@ from lmcache_nodeagent.events import (
 from lmcache_nodeagent.liveness.journal import Reap
 from lmcache_nodeagent.liveness.policy import (
     Reason,
-    brake_applies,
+    fell_silent,
     heartbeat_is_mismatched,
+    is_mass_silence,
     judge,
     silence_window_seconds,
 )
@@ -60,9 +61,14 @@ class _Survey:
 
     deadlines: list[float] = field(default_factory=list)
     due: int = 0
-    silent: list[LivenessEntry] = field(default_factory=list)
-    peers: set[str] = field(default_factory=set)
+    pinging_peers: set[str] = field(default_factory=set)
+    heard_peers: set[str] = field(default_factory=set)  # with a worker that has not fallen silent
     facts: list[Fact] = field(default_factory=list)
+
+    @property
+    def silent_peers(self) -> int:
+        """Count the peers of which every worker that used to ping has fallen silent."""
+        return len(self.pinging_peers - self.heard_peers)
 
 
 class Reaper:
@@ -101,12 +107,11 @@ class Reaper:
     def run(self) -> None:
         """Scan until stopped."""
         while not self._stopping.is_set():
-            next_scan = self.scan()
-            planned = max(_SHORTEST_SLEEP_SECONDS, next_scan - self._now())
-            started = self._now()
-            self._woken.wait(planned)
+            earliest = self._now() + _SHORTEST_SLEEP_SECONDS
+            next_scan = max(self.scan(), earliest)
+            self._woken.wait(max(_SHORTEST_SLEEP_SECONDS, next_scan - self._now()))
             self._woken.clear()
-            self._note_lateness(started + planned)
+            self._note_lateness(next_scan)
 
     def stop(self) -> None:
         """Make `run` return soon."""
@@ -118,7 +123,10 @@ class Reaper:
         self._woken.set()
 
     def _note_lateness(self, expected: float) -> None:
-        """A scan that runs late puts off every deadline that began before the delay."""
+        """A scan that runs late puts off every deadline that began before the delay.
+
+        It may be late because of an overslept wait, or because the scan before it took so long.
+        """
         now = self._now()
         if now - expected > STALL_SECONDS:
             self._stalls.record(expected, now)
@@ -129,12 +137,14 @@ class Reaper:
         settings = self._settings()
         self._housekeeping(now)
         survey = self._survey(now, settings)
+        if not is_mass_silence(survey.silent_peers, len(survey.pinging_peers)):
+            self._brake_until = None
         if survey.due and settings.reaps:
             router = self._router
             if router is not None and not router.caught_up(_CAUGHT_UP_WAIT_SECONDS):
                 survey.deadlines.append(now + _RETRY_SECONDS)
             else:
-                self._reap(settings, survey)
+                self._reap(now, settings, survey)
         for fact in survey.facts:
             self._publish(fact)
         overdue_at = self._releaser.report_overdue()
@@ -153,11 +163,9 @@ class Reaper:
 
         def visit(entry: ReapableEntry) -> None:
             verdict = judge(entry, now, settings, surroundings, self._stalls, describe=False)
-            survey.peers.add(entry.last_connection.peer.identity)
+            _note_silence(entry, now, settings, survey)
             if verdict.reason is not None:
                 survey.due += 1
-                if verdict.reason is Reason.HEARTBEAT_TIMEOUT:
-                    survey.silent.append(entry)
                 if not settings.reaps:
                     described = judge(entry, now, settings, surroundings, self._stalls)
                     _note_would_reap(entry, described, now, survey)
@@ -169,9 +177,11 @@ class Reaper:
             target.visit_entries(visit)
         return survey
 
-    def _reap(self, settings: LivenessSettings, survey: _Survey) -> None:
-        """Judge again, with everything read that was queued, and take out the condemned."""
-        now = self._now()
+    def _reap(self, now: float, settings: LivenessSettings, survey: _Survey) -> None:
+        """Judge again, with everything read that was queued at `now`, and take out the condemned.
+
+        `now` is the start of the scan, not the present: what came in since may still be unread.
+        """
         surroundings = self._ledger.surroundings()
         braked = self._brake(now, settings, survey)
         verdicts: dict[InstanceId, Verdict] = {}
@@ -192,32 +202,28 @@ class Reaper:
                 self._release(entry, verdicts[entry.instance_id], now)
 
     def _brake(self, now: float, settings: LivenessSettings, survey: _Survey) -> bool:
-        """Tell whether silence reaps wait: mass silence that looks like our own fault."""
-        silent_peers = {e.last_connection.peer.identity for e in survey.silent}
-        at_fault = bool(survey.silent) and self._looks_at_fault(now, settings, survey.silent)
-        if not brake_applies(len(silent_peers), len(survey.peers), agent_looks_at_fault=at_fault):
-            self._brake_until = None if not survey.silent else self._brake_until
+        """Tell whether silence reaps wait: mass silence that looks like our own fault.
+
+        They wait once for as long as a mass silence lasts, `scan` forgets it with its end.
+        """
+        silent, pinging = survey.silent_peers, len(survey.pinging_peers)
+        if not is_mass_silence(silent, pinging) or not self._looks_at_fault(now, settings):
             return False
         if self._brake_until is None:
-            self._brake_until = now + settings.reap_timeout_seconds
-            survey.facts.append(
-                SilenceBrakeApplied(
-                    len(silent_peers), len(survey.peers), settings.reap_timeout_seconds
-                )
-            )
+            seconds = settings.reap_timeout_seconds
+            self._brake_until = now + seconds
+            survey.facts.append(SilenceBrakeApplied(silent, pinging, seconds))
         if now >= self._brake_until:
             return False
         survey.deadlines.append(self._brake_until)
         return True
 
-    def _looks_at_fault(
-        self, now: float, settings: LivenessSettings, silent: Sequence[LivenessEntry]
-    ) -> bool:
-        """The router read nothing from anybody since they spoke, or scans overslept."""
-        if self._stalls.any_since(now - 2 * settings.reap_timeout_seconds):
+    def _looks_at_fault(self, now: float, settings: LivenessSettings) -> bool:
+        """Tell whether scans overslept, or the router read nothing from anybody meanwhile."""
+        timeout = settings.reap_timeout_seconds
+        if self._stalls.any_since(now - 2 * timeout):
             return True
-        last_spoken = max(entry.last_seen for entry in silent)
-        return self._router is not None and self._router.last_read_at() <= last_spoken
+        return self._router is not None and now - self._router.last_read_at() > timeout / 2
 
     def verdicts(self) -> Sequence[tuple[ReapableEntry, Verdict, float]]:
         """Judge every entry now, for people: (entry, verdict, silent seconds). Threads: any."""
@@ -265,12 +271,23 @@ class Reaper:
         self._releaser.start(entry, journal)
 
 
+def _note_silence(
+    entry: LivenessEntry, now: float, settings: LivenessSettings, survey: _Survey
+) -> None:
+    """Sort the peers whose workers ping into silent and heard ones, for the brake."""
+    if entry.has_liveness_signal:
+        peer = entry.last_connection.peer.identity
+        survey.pinging_peers.add(peer)
+        if not fell_silent(entry, now, settings):
+            survey.heard_peers.add(peer)
+
+
 def _note_would_reap(entry: ReapableEntry, verdict: Verdict, now: float, survey: _Survey) -> None:
     """Report once per silence what enforcing would have done. Runs under the target's lock."""
-    reason = verdict.reason.value if verdict.reason else ""
-    if entry.would_reap_reported == reason:
+    if entry.would_reap_reported:
         return
-    entry.would_reap_reported = reason
+    entry.would_reap_reported = True
+    reason = verdict.reason.value if verdict.reason else ""
     silent_seconds = now - entry.last_seen
     survey.facts.append(
         InstanceWouldBeReaped(
