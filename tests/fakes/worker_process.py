@@ -21,7 +21,7 @@ from typing import Any, Self
 import numpy as np
 import zmq
 
-from lmcache_worker.client import WorkerClient
+from lmcache_worker.client import HOST_EVENT, WorkerClient
 from lmcache_worker.shared_memory import SharedKvCache
 from lmcache_worker.wire import CacheKey
 
@@ -38,7 +38,7 @@ class Worker:
     """
 
     def __init__(self, url: str, instance_id: int) -> None:
-        self._id = instance_id
+        self.instance_id = instance_id
         self._client = WorkerClient(url)
         self._caches = [
             SharedKvCache.create([2, BLOCKS, BLOCK_TOKENS, 2, 8]) for _ in range(LAYERS)
@@ -61,11 +61,11 @@ class Worker:
     def register(self, model: str = MODEL) -> None:
         """Let the agent map the memory."""
         tensors = [cache.tensor for cache in self._caches]
-        self._client.register_kv_cache(self._id, tensors, model)
+        self._client.register_kv_cache(self.instance_id, tensors, model)
 
     def ping(self) -> bool:
         """Give a sign of life; False asks to register again."""
-        return self._client.ping(self._id)
+        return self._client.ping(self.instance_id)
 
     def ping_nil(self) -> bool:
         """Ping for nobody, as a scheduler does."""
@@ -75,7 +75,7 @@ class Worker:
         """Store the blocks under the prompt that `seed` stands for."""
         return self._client.store(
             self._key(seed, chunks, "store"),
-            self._id,
+            self.instance_id,
             [list(range(first_block, first_block + chunks * BLOCKS_PER_CHUNK))],
         )[1]
 
@@ -88,9 +88,21 @@ class Worker:
         """Load the prompt into the blocks."""
         return self._client.retrieve(
             self._key(seed, chunks, "load"),
-            self._id,
+            self.instance_id,
             [list(range(first_block, first_block + chunks * BLOCKS_PER_CHUNK))],
         )[1]
+
+    def begin_retrieve(self, seed: int, chunks: int = 2, first_block: int = 32) -> int:
+        """Ask to load the prompt, without waiting; return the uid of the request."""
+        ids = [list(range(first_block, first_block + chunks * BLOCKS_PER_CHUNK))]
+        key = self._key(seed, chunks, "load")
+        return self._client.send("retrieve", key, self.instance_id, ids, HOST_EVENT, 0)
+
+    def begin_store(self, seed: int, chunks: int = 2, first_block: int = 1) -> int:
+        """Ask to store the blocks, without waiting; return the uid of the request."""
+        ids = [list(range(first_block, first_block + chunks * BLOCKS_PER_CHUNK))]
+        key = self._key(seed, chunks, "store")
+        return self._client.send("store", key, self.instance_id, ids, HOST_EVENT)
 
     def end_session(self, seed: int) -> None:
         """Give up what a lookup pinned."""
@@ -98,7 +110,7 @@ class Worker:
 
     def unregister(self) -> None:
         """Say goodbye."""
-        self._client.unregister(self._id)
+        self._client.unregister(self.instance_id)
 
     def digest(self, first_block: int, chunks: int = 2) -> str:
         """Hash the bytes of some blocks, all layers."""
@@ -118,7 +130,7 @@ class Worker:
         sent = 0
         while sent < count:
             try:
-                self._client.send("ping", self._id)
+                self._client.send("ping", self.instance_id)
             except zmq.Again:  # the agent reads more slowly than we write
                 time.sleep(0.001)
             else:
