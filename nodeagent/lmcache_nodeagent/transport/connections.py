@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 
 import zmq
 
+from lmcache_nodeagent.events import MalformedMessage
 from lmcache_nodeagent.ids import RoutingId
-from lmcache_nodeagent.liveness.evidence import CloseKind, Connection, Link
+from lmcache_nodeagent.liveness.evidence import UNKNOWN_PEER, CloseKind, Connection, Link
 from lmcache_nodeagent.transport.monitor import Accepted, Disconnected
 from lmcache_nodeagent.transport.peers import PeerSocket, tcp_peer
 
@@ -24,10 +25,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from lmcache_nodeagent.clock import Now
+    from lmcache_nodeagent.events import Publish
     from lmcache_nodeagent.liveness.evidence import ConnectionLedger
     from lmcache_nodeagent.transport.monitor import SocketMonitor
 
-_CHOSEN_BY_LIBZMQ = 0
+_CHOSEN_BY_LIBZMQ = b"\0"
 """First byte of the routing ids that libzmq makes; clients cannot choose such a one."""
 
 _FORGET_CLOSED_SECONDS = 5.0
@@ -37,6 +39,12 @@ _TIDY_SECONDS = 1.0
 
 _WATCH_EXIT_SECONDS = 60.0
 """A process may exit after its connection closed; later than this, its exit proves nothing."""
+
+
+_SUSPECT_SECONDS = 1.0
+"""libzmq gives a routing id up a moment after the monitor's word; one that lasts longer lives."""
+
+SUSPECT_CHECK_SECONDS = 0.02
 
 
 class ConnectionTable:
@@ -50,6 +58,7 @@ class ConnectionTable:
         handshake_seconds: float,
         keepalive_silence_seconds: float,
         on_change: Callable[[], None],
+        publish: Publish,
         now: Now,
     ) -> None:
         self._monitor = monitor
@@ -58,7 +67,14 @@ class ConnectionTable:
         self._handshake_seconds = handshake_seconds
         self._keepalive_silence_seconds = keepalive_silence_seconds
         self._on_change = on_change
+        self._publish = publish
         self._now = now
+        self._suspects: dict[RoutingId, float] = {}  # may have ended; moment of the last check
+        self._suspects_checked_at = now()
+        self._callers: dict[int, str] = {}  # descriptor of an open link -> who called
+        self._unheard: list[tuple[int, str]] = []  # links that ended before we read a message
+        self._anonymous: set[RoutingId] = set()  # open, but libzmq tells no descriptor
+        self._anonymous_checked_at = now()
         self._connections: dict[RoutingId, Connection] = {}
         self._unproven: dict[RoutingId, int] = {}  # descriptor of the first message
         self._sockets: dict[RoutingId, PeerSocket] = {}
@@ -73,7 +89,7 @@ class ConnectionTable:
         known = self._connections.get(routing_id)
         if known is None:
             return self._first_message(routing_id, frame)
-        if routing_id[:1] != b"\0" and self._was_taken_over(known, frame):
+        if routing_id[:1] != _CHOSEN_BY_LIBZMQ and self._was_taken_over(known, frame):
             self._ended(known, CloseKind.OURSELVES)
             return self._first_message(routing_id, frame)
         return known
@@ -85,6 +101,11 @@ class ConnectionTable:
         descriptor = _property(frame, zmq.SRCFD)
         if isinstance(descriptor, int):
             self._unproven[routing_id] = descriptor
+            heard = next((entry for entry in self._unheard if entry[0] == descriptor), None)
+            if heard is not None:
+                self._unheard.remove(heard)
+        else:
+            self._anonymous.add(routing_id)
         return connection
 
     def _was_taken_over(self, known: Connection, frame: zmq.Frame) -> bool:
@@ -130,21 +151,33 @@ class ConnectionTable:
         for event in self._monitor.events():
             match event:
                 case Accepted(descriptor):
+                    self._callers[descriptor] = _caller(descriptor)
                     self._ledger.accepted(descriptor, self._now())
                 case Disconnected(descriptor, handshake_failed):
                     self._disconnected(descriptor, handshake_failed=handshake_failed)
 
     def _disconnected(self, descriptor: int, *, handshake_failed: bool) -> None:
         now = self._now()
+        caller = self._callers.pop(descriptor, UNKNOWN_PEER.text)
         link = self._ledger.open_link(descriptor)
         if link is not None:
             # Closed by its own side before it spoke ZMTP: a scan or probe, no worker come back.
             peer_gave_up = handshake_failed and now - link.accepted_at < self._handshake_seconds
             self._ledger.link_closed(descriptor, now, may_have_been_a_worker=not peer_gave_up)
             if link.connection is not None:
-                self._ended(link.connection, self._close_kind(link.connection))
+                self._link_ended(link.connection)
+            elif descriptor not in self._unproven.values():
+                self._unheard.append((descriptor, caller))
         self._check_unproven(descriptor)
         self._on_change()
+
+    def _link_ended(self, connection: Connection) -> None:
+        kind = self._close_kind(connection)
+        handed_over = connection.routing_id[:1] != _CHOSEN_BY_LIBZMQ
+        if connection.is_open and kind is CloseKind.OURSELVES and not handed_over:
+            detail = "libzmq closed the connection: a frame beyond the size limit, or broken ZMTP"
+            self._publish(MalformedMessage("zmtp", connection.peer.text, detail))
+        self._ended(connection, kind)
 
     def _close_kind(self, connection: Connection) -> CloseKind:
         copy = self._sockets.get(connection.routing_id)
@@ -152,10 +185,25 @@ class ConnectionTable:
 
     def _check_unproven(self, descriptor: int) -> None:
         """Ask libzmq about the connections that may have been on this descriptor."""
-        suspects = [rid for rid, fd in self._unproven.items() if fd == descriptor]
-        for routing_id in suspects:
+        until = self._now() + _SUSPECT_SECONDS
+        for routing_id, expected in self._unproven.items():
+            if expected == descriptor:
+                self._suspects[routing_id] = until
+        self._check_suspects()
+
+    def _check_suspects(self) -> None:
+        self._suspects_checked_at = self._now()
+        for routing_id, until in tuple(self._suspects.items()):
             if not self._is_routable(routing_id):
                 self._ended(self._connections[routing_id], CloseKind.PEER)
+                self._on_change()
+            elif self._suspects_checked_at >= until:
+                del self._suspects[routing_id]
+
+    @property
+    def has_suspects(self) -> bool:
+        """Tell whether `tidy` should come again within `SUSPECT_CHECK_SECONDS`."""
+        return bool(self._suspects)
 
     def unroutable(self, connection: Connection) -> None:
         """A reply found the peer gone; the monitor's word, which knows more, comes first."""
@@ -170,6 +218,8 @@ class ConnectionTable:
             return
         self._ledger.connection_closed(connection, now, kind)
         self._unproven.pop(connection.routing_id, None)
+        self._anonymous.discard(connection.routing_id)
+        self._suspects.pop(connection.routing_id, None)
         copy = self._sockets.pop(connection.routing_id, None)
         if copy is not None:
             self._drop_socket(copy, connection)
@@ -211,9 +261,20 @@ class ConnectionTable:
         self.exits.unregister(pidfd)
         os.close(pidfd)
 
-    def tidy(self) -> None:
-        """Forget closed connections once nothing of them can be unread any more."""
+    def tidy(self, *, all_read: bool) -> None:
+        """Forget closed connections once nothing of them can be unread any more.
+
+        Args:
+            all_read: No message was left unread after the monitor was read.
+        """
         now = self._now()
+        if all_read:
+            self._report_unheard()
+        if self._suspects and now - self._suspects_checked_at >= SUSPECT_CHECK_SECONDS:
+            self._check_suspects()
+        if now - self._anonymous_checked_at >= _FORGET_CLOSED_SECONDS:
+            self._anonymous_checked_at = now
+            self._check_anonymous()
         if now < self._next_tidy:
             return
         self._next_tidy = now + _TIDY_SECONDS
@@ -228,6 +289,19 @@ class ConnectionTable:
             ended_at = watched.closed_at
             if ended_at is not None and now - ended_at >= _WATCH_EXIT_SECONDS:
                 self._forget_pidfd(pidfd)
+
+    def _report_unheard(self) -> None:
+        """Report who spoke no ZMTP, or nothing: scans, probes, HTTP, frames that are too big."""
+        unheard, self._unheard = self._unheard, []
+        for _, caller in unheard:
+            detail = "the connection ended before a message came"
+            self._publish(MalformedMessage("no_message", caller, detail))
+
+    def _check_anonymous(self) -> None:
+        """Ask libzmq about connections whose end the monitor tells by a descriptor we know not."""
+        for routing_id in tuple(self._anonymous):
+            if not self._is_routable(routing_id):
+                self._ended(self._connections[routing_id], CloseKind.PEER)
 
     def __iter__(self) -> Iterator[Connection]:
         """Iterate over the connections that have spoken."""
@@ -244,6 +318,16 @@ class ConnectionTable:
             self._forget_pidfd(pidfd)
         self._sockets.clear()
         self.exits.close()
+
+
+def _caller(descriptor: int) -> str:
+    """Name who is at the other end of a link that was just accepted; it may be gone by now."""
+    copy = PeerSocket.duplicate(descriptor)
+    if copy is None:
+        return UNKNOWN_PEER.text
+    peer = copy.peer() or UNKNOWN_PEER
+    copy.close()
+    return peer.text
 
 
 def _property(frame: zmq.Frame, name: int | str) -> int | str | None:

@@ -7,6 +7,7 @@ without blocking, and one that does not fit into the peer's queue is dropped and
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 from collections import Counter, deque
@@ -17,7 +18,7 @@ import zmq
 
 from lmcache_nodeagent.events import ReplyDropped
 from lmcache_nodeagent.liveness.stalls import STALL_SECONDS
-from lmcache_nodeagent.transport.connections import ConnectionTable
+from lmcache_nodeagent.transport.connections import SUSPECT_CHECK_SECONDS, ConnectionTable
 from lmcache_nodeagent.transport.monitor import SocketMonitor
 from lmcache_nodeagent.transport.sockets import RECEIVE_QUEUE_MESSAGES
 
@@ -37,6 +38,7 @@ _FRAMES_KEPT = 16
 """No operation has more; the frames after these are read and dropped."""
 
 _LONGEST_WAIT_MS = 500
+_SUSPECT_WAIT_MS = math.ceil(SUSPECT_CHECK_SECONDS * 1000)
 
 _PROBE = (b"\xcf" + b"\xff" * 8, b"\xa0")
 """A reply with a uid that no client has reached: clients drop it. Sent only to connections that the
@@ -71,6 +73,7 @@ class Router:
             handshake_seconds=sockets.handshake_seconds,
             keepalive_silence_seconds=sockets.keepalive_silence_seconds,
             on_change=wake_reaper,
+            publish=publish,
             now=now,
         )
         self._outbox: deque[Reply] = deque()
@@ -98,7 +101,8 @@ class Router:
         try:
             while not self._stopping.is_set():
                 asked_at = self._now()
-                ready = dict(poller.poll(_LONGEST_WAIT_MS))
+                hurry = self._connections.has_suspects
+                ready = dict(poller.poll(_SUSPECT_WAIT_MS if hurry else _LONGEST_WAIT_MS))
                 woke_at = self._now()
                 self._note_stall(asked_at + _LONGEST_WAIT_MS / 1000, woke_at)
                 self._turn(exits=self._connections.exits.fileno() in ready)
@@ -115,7 +119,7 @@ class Router:
             self._connections.read_exits()
         empty = self._read_messages()
         self._send_replies()
-        self._connections.tidy()
+        self._connections.tidy(all_read=empty)
         if self._marks and (empty or self._has_read_past_every_queue()):
             self._set_marks()
         self._last_turn_at = self._now()

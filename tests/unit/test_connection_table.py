@@ -1,0 +1,146 @@
+"""Which connection ended: what the monitor says, and what libzmq still routes to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+import pytest
+import zmq
+
+from lmcache_nodeagent.events import Event, MalformedMessage
+from lmcache_nodeagent.ids import RoutingId
+from lmcache_nodeagent.liveness.evidence import CloseKind, ConnectionLedger
+from lmcache_nodeagent.transport.connections import ConnectionTable
+from lmcache_nodeagent.transport.monitor import Accepted, Disconnected, SocketMonitor
+
+NO_SUCH_DESCRIPTOR = 1 << 20
+WORKER = RoutingId(b"\0\0\0\0\1")
+
+
+class Frame:
+    """The first frame of a message; the oldest framing gives it no descriptor."""
+
+    def __init__(self, routing_id: bytes, descriptor: int | None) -> None:
+        self.bytes = routing_id
+        self._descriptor = descriptor
+
+    def get(self, name: int | str) -> int | str:
+        """Return metadata as libzmq does."""
+        if self._descriptor is None:
+            raise zmq.ZMQError(zmq.EINVAL)
+        return self._descriptor if name == zmq.SRCFD else "192.0.2.7"
+
+
+class Scene:
+    """A table whose monitor, routes and clock are the test's."""
+
+    def __init__(self) -> None:
+        self.queue: list[Accepted | Disconnected] = []
+        self.routable = {WORKER}
+        self.time = 1000.0
+        self.published: list[Event] = []
+        self.changes = 0
+        self.table = ConnectionTable(
+            monitor=cast("SocketMonitor", self),
+            ledger=ConnectionLedger(),
+            is_routable=lambda routing_id: routing_id in self.routable,
+            handshake_seconds=10,
+            keepalive_silence_seconds=60,
+            on_change=self._changed,
+            publish=self.published.append,
+            now=lambda: self.time,
+        )
+
+    def _changed(self) -> None:
+        self.changes += 1
+
+    def events(self) -> Iterator[Accepted | Disconnected]:
+        """Be the monitor."""
+        while self.queue:
+            yield self.queue.pop(0)
+
+    def happens(self, *events: Accepted | Disconnected) -> None:
+        """Let the monitor tell these."""
+        self.queue += events
+        self.table.read_monitor()
+
+    def later(self, seconds: float) -> None:
+        """Let time pass and the router come round."""
+        self.time += seconds
+        self.table.tidy(all_read=True)
+
+    def reasons(self) -> list[str]:
+        """Return what was found malformed."""
+        return [event.reason for event in self.published if isinstance(event, MalformedMessage)]
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    """Make a table and close it."""
+    made = Scene()
+    yield made
+    made.table.close()
+
+
+def frame(descriptor: int | None = NO_SUCH_DESCRIPTOR) -> zmq.Frame:
+    """Return the first frame of the worker's message."""
+    return cast("zmq.Frame", Frame(WORKER, descriptor))
+
+
+def test_an_end_that_libzmq_learns_of_a_moment_later_is_not_missed(scene: Scene) -> None:
+    """The monitor speaks before the routing id is given up: it is asked again until it is."""
+    scene.happens(Accepted(NO_SUCH_DESCRIPTOR))
+    worker = scene.table.of_message(frame())
+    scene.happens(Disconnected(NO_SUCH_DESCRIPTOR, handshake_failed=False))
+    assert worker.is_open
+    assert scene.table.has_suspects
+    scene.routable.clear()
+    changes = scene.changes
+    scene.later(0.021)
+    assert worker.closed_at is not None
+    assert worker.close_kind is CloseKind.PEER
+    assert scene.changes > changes
+    assert not scene.table.has_suspects
+
+
+def test_one_that_stays_routable_was_on_another_link(scene: Scene) -> None:
+    """The end was that of an earlier or later owner of the descriptor: the asking stops."""
+    scene.happens(Accepted(NO_SUCH_DESCRIPTOR))
+    worker = scene.table.of_message(frame())
+    scene.happens(Disconnected(NO_SUCH_DESCRIPTOR, handshake_failed=False))
+    scene.later(1.0)
+    assert worker.is_open
+    assert not scene.table.has_suspects
+
+
+def test_a_link_that_ends_without_a_message_is_reported_once(scene: Scene) -> None:
+    """A scan, a probe, HTTP; only after everything that was queued has been read."""
+    scene.happens(Accepted(NO_SUCH_DESCRIPTOR))
+    scene.happens(Disconnected(NO_SUCH_DESCRIPTOR, handshake_failed=True))
+    scene.table.tidy(all_read=False)
+    assert scene.reasons() == []
+    scene.later(0.1)
+    scene.later(0.1)
+    assert scene.reasons() == ["no_message"]
+
+
+def test_a_link_whose_message_was_still_unread_is_not_reported(scene: Scene) -> None:
+    """A client may say one thing and leave at once."""
+    scene.happens(Accepted(NO_SUCH_DESCRIPTOR))
+    scene.happens(Disconnected(NO_SUCH_DESCRIPTOR, handshake_failed=False))
+    scene.table.of_message(frame())
+    scene.later(0.1)
+    assert scene.reasons() == []
+
+
+def test_connections_without_a_descriptor_are_asked_for_from_time_to_time(scene: Scene) -> None:
+    """No event of the monitor can name them."""
+    oldest = scene.table.of_message(frame(None))
+    scene.later(6)
+    assert oldest.is_open
+    scene.routable.clear()
+    scene.later(6)
+    assert oldest.closed_at is not None
+    scene.later(6)
+    assert list(scene.table) == []
