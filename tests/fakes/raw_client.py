@@ -20,6 +20,7 @@ import zmq
 from msgspec import msgpack
 from prometheus_client.parser import text_string_to_metric_families
 
+from lmcache_nodeagent.protocol.operations import OPERATIONS
 from tests.polling import poll_until
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
@@ -30,6 +31,21 @@ GREETING_SPLIT = 11
 
 OLDEST_GREETING = b"\x01\x00"
 """ZMTP 1.0 has none but the first frame, the peer's identity, here anonymous."""
+
+IN_BAND_NO: dict[str, object] = {
+    "store": [b"", False],
+    "retrieve": [b"", False],
+    "store_q": [b"", False],
+    "cb_retrieve_pre_computed": [b"", False],
+    "query_prefetch_status": 0,
+    "wait_prefetch_status": 0,
+    "prepare_store": {"context": {}},
+    "commit_store": False,
+    "prepare_retrieve": {"success": False, "data": b"", "context": {}},
+    "commit_retrieve": True,
+    "ping": False,
+}
+"""How these operations say no, so that stock clients go on; all others refuse with a reason."""
 
 ROUTING_PROBE = [b"\xcf" + b"\xff" * 8, b"\xa0"]
 """What the agent sends to learn whether a connection is still there; it answers no request."""
@@ -297,6 +313,15 @@ class Footprint:
     def assert_threads_live(self) -> None:
         """Fail if a thread ended."""
         assert self._process.num_threads() >= self.threads
+
+
+def says_no(operation: str, reply: Frames) -> bool:
+    """Tell whether a reply is this operation's no: its own form, or a refusal with a reason."""
+    if operation not in IN_BAND_NO:
+        return reply.refusal is not None and len(reply) == 2  # uid and reason
+    wanted = IN_BAND_NO[operation]
+    named = reply.operation in {operation, OPERATIONS[operation].wire_id}
+    return named and reply.value == wanted and type(reply.value) is type(wanted)
 
 
 def encoded(*values: object) -> list[bytes]:
