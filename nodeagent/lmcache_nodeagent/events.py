@@ -30,6 +30,19 @@ class InstanceRegistered(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class ContextReplaced(Event):
+    """An id registered with other memory: a recovery, or two workers that share one id by mistake.
+
+    `earlier_peer` and `peer` are who held it and who holds it now.
+    """
+
+    instance_id: InstanceId
+    model: str
+    earlier_peer: str
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
 class InstanceUnregistered(Event):
     """A worker said goodbye itself."""
 

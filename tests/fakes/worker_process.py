@@ -43,6 +43,7 @@ class Worker:
         self._caches = [
             SharedKvCache.create([2, BLOCKS, BLOCK_TOKENS, 2, 8]) for _ in range(LAYERS)
         ]
+        self._own_caches = list(self._caches)
         noise = np.random.default_rng(instance_id)
         for cache in self._caches:
             cache.array[...] = noise.integers(0, 1 << 16, cache.array.shape, dtype=np.uint16)
@@ -147,7 +148,7 @@ class Worker:
     def close(self) -> None:
         """Disconnect without a goodbye, and remove the memory."""
         self._client.close()
-        for cache in self._caches:
+        for cache in self._own_caches:
             cache.close()
 
     def __enter__(self) -> Self:
@@ -160,6 +161,16 @@ class Worker:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    def replace_memory(self, caches: Sequence[SharedKvCache]) -> None:
+        """Have other memory from now on, which stays the caller's to close."""
+        for cache in self._own_caches:
+            cache.close()
+        self._caches = list(caches)
+
+    def borrow_memory(self, other: Worker) -> None:
+        """Have the very memory of another worker from now on."""
+        self.replace_memory(other._caches)
 
     @staticmethod
     def _key(seed: int, chunks: int, purpose: str, worker_id: int | None = 0) -> CacheKey:

@@ -158,7 +158,7 @@ def test_a_context_is_closed_once_and_only_after_its_last_user(
             agent.hold("scatter")
             dying.begin_retrieve(1)
             poll_until(lambda: agent.holding("scatter"), 5)
-        poll_until(lambda n=number: str(n) in releases(agent), 5)
+        poll_until(lambda: releases(agent), 5)
         counts = agent.counts()
         assert counts["opened"] - counts["closed"] == 2
         assert len(counts["handles"]) == 2 * LAYERS

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from lmcache_nodeagent.errors import NotRegistered
-from lmcache_nodeagent.events import InstanceRegistered, InstanceUnregistered
+from lmcache_nodeagent.events import ContextReplaced, InstanceRegistered, InstanceUnregistered
 from lmcache_nodeagent.ids import render_instance_id
 from lmcache_nodeagent.liveness.targets import InstanceLivenessTarget
 from lmcache_nodeagent.modules.calls import Pending
@@ -132,8 +132,7 @@ class LMCacheDrivenTransferModule(InstanceLivenessTarget):
         self._layouts.add(entry.model, entry.world_size, entry.layout_identity)
         entry.ping_intervals.extend(self._absent_pings.registered(entry.instance_id))
         if installed.replaced is not None:
-            self._let_go(installed.replaced)
-            self._releaser.start(installed.replaced)
+            self._give_way(installed.replaced, connection.peer.text)
         self._publish(
             InstanceRegistered(
                 instance_id=entry.instance_id,
@@ -143,6 +142,12 @@ class LMCacheDrivenTransferModule(InstanceLivenessTarget):
                 replaced=installed.replaced is not None,
             )
         )
+
+    def _give_way(self, replaced: ContextEntry, peer: str) -> None:
+        self._let_go(replaced)
+        self._releaser.start(replaced)
+        earlier_peer = replaced.registrant.peer.text
+        self._publish(ContextReplaced(replaced.instance_id, replaced.model, earlier_peer, peer))
 
     def unregister_kv_cache(self, call: Call, instance_id: InstanceId) -> Pending | None:
         """Release a worker that says goodbye; answered once its memory is unmapped, or is slow.

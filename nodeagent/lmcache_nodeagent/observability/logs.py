@@ -33,6 +33,7 @@ _LEADING_KEYS = ("timestamp", "level", "event")
 _WITH_PORT = re.compile(r"^((?:\w+://)?(?:\[[^\]]*\]|[0-9.]+)):\d+$")
 
 _LEVELS: dict[type[Event], int] = {
+    events.ContextReplaced: logging.WARNING,
     events.InstanceReaped: logging.WARNING,
     events.InstanceWouldBeReaped: logging.WARNING,
     events.ReleaseStuck: logging.WARNING,
