@@ -1,0 +1,49 @@
+"""Peers that vanish without a word leave nothing behind for long."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.agent_process import FAST_WINDOWS, AgentProcess
+from tests.fakes.crowd import Crowd
+from tests.fakes.netns import NetNamespace, needs_root
+from tests.polling import poll_until
+
+T = 30.0
+CROWD = 300
+
+
+def descriptors(agent: AgentProcess) -> int:
+    """Count the descriptors of an agent."""
+    return len(list(Path(f"/proc/{agent.pid}/fd").iterdir()))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@needs_root
+def test_half_open_connections_are_gone_within_twice_t_and_newcomers_register() -> None:
+    """Their contexts go after T of silence: the loss of a network is no close."""
+    with ExitStack() as stack:
+        network = stack.enter_context(NetNamespace())
+        agent = stack.enter_context(AgentProcess("--host=0.0.0.0", *FAST_WINDOWS))
+        url = f"tcp://{network.host}:{agent.port}"
+        baseline = descriptors(agent)
+        with Crowd(url, range(1, CROWD + 1), network.wrapper):
+            assert len(agent.instances()) == CROWD
+            assert descriptors(agent) >= baseline + CROWD
+            network.drop_everything()
+            cut_at = time.monotonic()
+
+            poll_until(lambda: not agent.instances(), 1.25 * T + 1)
+            assert time.monotonic() - cut_at >= T - 5  # the crowd took a moment to register
+            assert {reap["reason"] for reap in agent.reaps()} == {"heartbeat_timeout"}
+            assert len(agent.reaps()) == CROWD
+            left = cut_at + 2 * T - time.monotonic()
+            poll_until(lambda: descriptors(agent) <= baseline + 2, left)  # two of the HTTP server
+        network.drop_nothing()
+        with Crowd(url, range(1001, 1001 + CROWD), network.wrapper):
+            assert len(agent.instances()) == CROWD
