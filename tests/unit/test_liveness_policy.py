@@ -304,6 +304,13 @@ def test_closes_of_one_peer_are_no_network_event() -> None:
     assert_ends(verdict(closed_entry(100.0), 105.0, closes=closes), Window.CLOSE, 110.0)
 
 
+def test_a_candidate_that_closes_in_a_network_event_counts_too() -> None:
+    """It may be an idle worker, cut off for the second time, and not heard since the first."""
+    closes = (("ip:10.0.0.2", 501.0),)
+    cut_again = verdict(closed_entry(0.0, pinged=False), 505.0, gone=(gone(500.0),), closes=closes)
+    assert_ends(cut_again, Window.CLOSE, 500.0 + CONFIRM)
+
+
 # Hints
 
 

@@ -122,7 +122,7 @@ def judge(
         held_by = f"{candidates} candidate connection(s)" if candidates else None
     elif not entry.has_liveness_signal and not settings.reap_idle_connected:
         held_by = "open connection"
-    evidence = _describe(entry, now, closed=closed, candidates=candidates) if describe else ()
+    evidence = _describe(entry, now, candidates) if describe else ()
     if closed and entry.last_connection.process_gone:
         return Verdict(State.CLOSED, Window.NONE, None, Reason.PROCESS_EXIT, None, evidence)
     limits = list(_limits(entry, now, settings, surroundings, stalls, held=held_by is not None))
@@ -229,25 +229,29 @@ def _excluded(candidate: Connection, entry: LivenessEntry) -> bool:
 
 
 def close_window_start(entry: LivenessEntry, surroundings: Surroundings) -> float:
-    """The latest of: the close, a later candidate's close, a router stall's end."""
-    closed_at = max(c.closed_at for c in entry.connections if c.closed_at is not None)
-    moments = [closed_at]
-    moments += [
-        link.closed_at
-        for link in surroundings.gone
-        if link.closed_at is not None and _may_be_the_worker(link, entry)
-    ]
+    """The latest of: the close, a candidate's close, a router stall's end."""
+    moments = _closes(entry, surroundings)
     if surroundings.router_stall_ended_at is not None:
         moments.append(surroundings.router_stall_ended_at)
     return max(moments)
 
 
+def _closes(entry: LivenessEntry, surroundings: Surroundings) -> list[float]:
+    """When the instance's connections closed, and links that may have been the worker come back."""
+    closes = [c.closed_at for c in entry.connections if c.closed_at is not None]
+    closes += [
+        link.closed_at
+        for link in surroundings.gone
+        if link.closed_at is not None and _may_be_the_worker(link, entry)
+    ]
+    return closes
+
+
 def is_network_event(entry: LivenessEntry, surroundings: Surroundings) -> bool:
-    """Tell whether another peer's connection closed within two seconds of this one's."""
-    closed_at = entry.last_connection.closed_at
-    own = entry.last_connection.peer.identity
-    return closed_at is not None and any(
-        identity != own and abs(moment - closed_at) <= NETWORK_EVENT_SECONDS
+    """Tell whether another peer's connection closed within two seconds of one of this one's."""
+    own, closes = entry.last_connection.peer.identity, _closes(entry, surroundings)
+    return any(
+        identity != own and any(abs(moment - closed) <= NETWORK_EVENT_SECONDS for closed in closes)
         for identity, moment in surroundings.peer_closes
     )
 
@@ -271,22 +275,20 @@ def _state(entry: LivenessEntry, now: float, *, closed: bool, settings: Liveness
     return State.ACTIVE if entry.has_liveness_signal else State.IDLE
 
 
-def _describe(
-    entry: LivenessEntry, now: float, *, closed: bool, candidates: int
-) -> tuple[str, ...]:
+def _describe(entry: LivenessEntry, now: float, candidates: int) -> tuple[str, ...]:
     """Say in words what is known, for the journal and for people."""
     lines = [f"silent for {now - entry.last_seen:.1f} s"]
     lines.append("has pinged" if entry.has_liveness_signal else "never pinged")
     if entry.observed_interval_seconds:
         lines.append(f"pings every {entry.observed_interval_seconds:.1f} s")
     last = entry.last_connection
-    if closed and last.closed_at is not None and last.close_kind is not None:
+    if last.closed_at is None or last.close_kind is None:
+        lines.append(f"connection from {last.peer.text} open")
+    else:
         ago = now - last.closed_at
         lines.append(
             f"connection from {last.peer.text} closed {ago:.1f} s ago ({last.close_kind.value})"
         )
-    elif not closed:
-        lines.append(f"connection from {last.peer.text} open")
     if last.process_gone:
         lines.append("process exited (pidfd)")
     if candidates:
