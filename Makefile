@@ -65,7 +65,7 @@ fmt: $(READY) ## Format the code and apply the safe fixes of the linter
 .PHONY: test
 test: $(READY) ## Unit and integration tests with the coverage gates
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest tests/unit tests/integration
+	$(BIN)/coverage run -m pytest $(PARALLEL) tests/unit tests/integration
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --fail-under=95
 	$(BIN)/coverage report --fail-under=100 --include='*/protocol/*,*/liveness/*'
@@ -76,7 +76,7 @@ unit: $(READY) ## Unit tests: no sockets, threads or sleeps
 
 .PHONY: integration
 integration: $(READY) ## Integration tests: the real agent as a process, real clients
-	$(BIN)/pytest tests/integration
+	$(BIN)/pytest $(PARALLEL) tests/integration
 
 .PHONY: conformance
 conformance: $(READY) $(STOCK_LMCACHE) ## Stock LMCache adapters drive the agent (4 GB the first time)
