@@ -141,6 +141,7 @@ class App:
         for pool in (parts.sync_pool, parts.normal_pool, parts.transfer_pool):
             pool.stop()
         _join(workers, _DRAIN_SECONDS)
+        self._agent.dispatcher.give_up()
         parts.reaper.stop()
         _join([reaper], _JOIN_SECONDS)
         parts.router.stop()

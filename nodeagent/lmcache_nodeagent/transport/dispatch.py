@@ -74,11 +74,21 @@ class Dispatcher:
         self._send = send
         self._publish = publish
         self._closing = False
+        # Handed to a pool, in order of arrival. Each dict operation is atomic: no lock.
+        self._unanswered: dict[Request, None] = {}
         self.requests: Counter[str] = Counter()  # router thread only; read by metrics
 
     def close(self) -> None:
         """Refuse every request from now on. Threads: any."""
         self._closing = True
+
+    def give_up(self) -> None:
+        """Refuse what is still unanswered, so that nobody waits for an agent that leaves.
+
+        Threads: any, after `close` and once nobody waits for the pools any more.
+        """
+        for request in tuple(self._unanswered):
+            request.refuse(RequestError(f"{request.operation.name}: the agent is stopping"))
 
     def receive(self, connection: Connection, frames: Sequence[bytes]) -> None:
         """Take one message without its routing id. Thread: zmq-router."""
@@ -127,7 +137,9 @@ class Dispatcher:
         if operation.pool is PoolKind.INLINE:
             self.run(request)
             return
+        self._unanswered[request] = None
         if self._closing or not self._pools[operation.pool].submit(request):
+            self._unanswered.pop(request, None)
             raise Overloaded(
                 f"{operation.name}: the agent is stopping or its {operation.pool.value} queue is"
                 " full; try again later"
@@ -163,6 +175,7 @@ class Dispatcher:
         """Decode, call the module, answer. Thread: the pool's."""
         if not request.connection.is_open and request.operation.pool is PoolKind.AFFINITY:
             request.refuse(MalformedRequest("the connection closed before the transfer began"))
+            self._unanswered.pop(request, None)
             return
         try:
             payload = decode_payload(request.operation, request.payload)
@@ -175,6 +188,12 @@ class Dispatcher:
             request.fail(error, traceback.format_exc())
         else:
             if isinstance(value, Pending):
-                value.when_settled(request.answer)
-            else:
-                request.answer(value)
+                value.when_settled(lambda settled: self._answer(request, settled))
+                return
+            request.answer(value)
+        self._unanswered.pop(request, None)
+
+    def _answer(self, request: Request, value: object) -> None:
+        """Give an answer that came later. Thread: whichever settles it."""
+        request.answer(value)
+        self._unanswered.pop(request, None)
