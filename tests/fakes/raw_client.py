@@ -102,6 +102,10 @@ class RawDealer:
         self.send(msgpack.encode(uid), msgpack.encode(operation), *payload)
         return uid
 
+    def skip_uids(self, first: int) -> None:
+        """Number requests from here on."""
+        self._next_uid = first
+
     def receive(self, timeout_seconds: float) -> Frames | None:
         """Return the next reply, None after the time-out. Probes are no replies."""
         deadline = time.monotonic() + timeout_seconds
