@@ -122,6 +122,26 @@ def test_with_the_flag_a_candidate_does_not_stop_the_grace() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (CloseKind.PEER, Reason.CONNECTION_CLOSED),
+        (CloseKind.TIMED_OUT, Reason.REGISTRATION_GRACE),
+    ],
+)
+def test_an_idle_worker_that_is_older_than_the_grace_may_reconnect(
+    kind: CloseKind, reason: Reason
+) -> None:
+    """Its open connection spoke for it till then: the grace does not fall due with the close."""
+    link = connection(serial=1)
+    old = entry(link, pinged=False)
+    assert verdict(old, NEVER).reason is None
+    close(link, NEVER, kind)
+    assert verdict(old, NEVER + CLOSE - 0.1).reason is None
+    assert verdict(old, NEVER + CLOSE).reason is reason
+    assert verdict(old, NEVER + 15.0, gone=(gone(NEVER + 6.0),)).reason is None
+
+
 def test_an_open_connection_holds_nobody_who_has_pinged() -> None:
     """A frozen or cut-off worker is live until T ends, and no longer."""
     assert verdict(entry(), T).held_by is None

@@ -148,28 +148,26 @@ def _limits(
     def limit(window: Window, reason: Reason, start: float, seconds: float) -> _Limit:
         return _Limit(window, reason, start + seconds + stalls.delay_since(start))
 
-    if settings.reap_timeout_seconds > 0:
-        if entry.has_liveness_signal:
-            seconds = silence_window_seconds(entry, settings)
-            yield limit(
-                Window.HEARTBEAT_TIMEOUT, Reason.HEARTBEAT_TIMEOUT, entry.last_seen, seconds
-            )
-        elif not held or settings.reap_idle_connected:
-            grace = settings.registration_grace_seconds
-            yield limit(
-                Window.REGISTRATION_GRACE, Reason.REGISTRATION_GRACE, entry.last_seen, grace
-            )
-    if held or entry.engine_type != ENGINE_WITH_ALL_EVIDENCE:
-        return
-    for hint in standing_hints(entry, now):
-        seconds = hint_window_seconds(entry, settings)
-        yield limit(Window.HINT, Reason.POD_HINT, hint.observed_at, seconds)
-    if closed_by_peer(entry):
-        start = close_window_start(entry, surroundings)
-        seconds = settings.close_confirm_seconds
-        if is_network_event(entry, surroundings):
+    if not held and entry.engine_type == ENGINE_WITH_ALL_EVIDENCE:
+        for hint in standing_hints(entry, now):
             seconds = hint_window_seconds(entry, settings)
-        yield limit(Window.CLOSE, Reason.CONNECTION_CLOSED, start, seconds)
+            yield limit(Window.HINT, Reason.POD_HINT, hint.observed_at, seconds)
+        if closed_by_peer(entry):
+            start, seconds = close_window(entry, settings, surroundings)
+            yield limit(Window.CLOSE, Reason.CONNECTION_CLOSED, start, seconds)
+    if settings.reap_timeout_seconds <= 0:
+        return
+    if entry.has_liveness_signal:
+        seconds = silence_window_seconds(entry, settings)
+        yield limit(Window.HEARTBEAT_TIMEOUT, Reason.HEARTBEAT_TIMEOUT, entry.last_seen, seconds)
+    elif settings.reap_idle_connected or not held:
+        window, reason = Window.REGISTRATION_GRACE, Reason.REGISTRATION_GRACE
+        grace = limit(window, reason, entry.last_seen, settings.registration_grace_seconds)
+        if all_closed(entry.connections) and not settings.reap_idle_connected:
+            # The grace may have ended while the open connection held it: leave time to reconnect.
+            reconnected = limit(window, reason, *close_window(entry, settings, surroundings))
+            grace = max(grace, reconnected, key=lambda one: one.deadline)
+        yield grace
 
 
 def silence_window_seconds(entry: LivenessEntry, settings: LivenessSettings) -> float:
@@ -228,12 +226,19 @@ def _excluded(candidate: Connection, entry: LivenessEntry) -> bool:
     return candidate.asked_lookups and not any(c.asked_lookups for c in entry.connections)
 
 
-def close_window_start(entry: LivenessEntry, surroundings: Surroundings) -> float:
-    """The latest of: the close, a candidate's close, a router stall's end."""
+def close_window(
+    entry: LivenessEntry, settings: LivenessSettings, surroundings: Surroundings
+) -> tuple[float, float]:
+    """Return start and length of the time in which a living worker has come back.
+
+    It starts at the latest of: the close, a candidate's close, a router stall's end.
+    """
     moments = _closes(entry, surroundings)
     if surroundings.router_stall_ended_at is not None:
         moments.append(surroundings.router_stall_ended_at)
-    return max(moments)
+    if is_network_event(entry, surroundings):
+        return max(moments), hint_window_seconds(entry, settings)
+    return max(moments), settings.close_confirm_seconds
 
 
 def _closes(entry: LivenessEntry, surroundings: Surroundings) -> list[float]:

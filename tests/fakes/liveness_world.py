@@ -1,0 +1,382 @@
+"""A node on a fake clock: workers that live and die, strangers, a router and a reaper that stall.
+
+The router's books, the policy and the reaper are the real ones. The world knows the truth and says
+when the reaper gets it wrong: a living worker reaped, or a dead one kept beyond its window.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+from lmcache_nodeagent.events import discard
+from lmcache_nodeagent.ids import InstanceId, RoutingId
+from lmcache_nodeagent.liveness.evidence import (
+    CloseKind,
+    Connection,
+    ConnectionLedger,
+    Link,
+    Peer,
+)
+from lmcache_nodeagent.liveness.journal import ReapJournal
+from lmcache_nodeagent.liveness.policy import (
+    LivenessSettings,
+    hint_window_seconds,
+    silence_window_seconds,
+)
+from lmcache_nodeagent.liveness.reaper import Reaper
+from lmcache_nodeagent.liveness.release import Releaser
+from lmcache_nodeagent.liveness.stalls import STALL_SECONDS, Stalls
+from tests.fakes.liveness_parts import FakeClock, FakeEntry, FakeRouter, FakeTarget
+
+GRANULARITY_SECONDS = 0.5
+"""A scan comes with the deadline; the router may need to be asked again."""
+
+_POLL_SECONDS = 0.5
+"""A stalled router notices it from the moment its poll should have returned."""
+
+
+@dataclass(eq=False)
+class Pipe:
+    """A connection as it is, whatever the agent knows of it."""
+
+    address: str
+    next_uid: int
+    descriptor: int
+    is_open: bool = True
+    ended: bool = False  # the router has read its end
+    opened_at: float = 0.0
+    closed_at: float = -1.0
+    tells: bool = False  # has said something that a worker come back would not
+    link: Link | None = None
+    connection: Connection | None = None
+
+
+@dataclass(eq=False)
+class Worker:
+    """A worker process. `interval` None: it never pings."""
+
+    instance_id: InstanceId
+    address: str
+    interval: float | None
+    pipe: Pipe
+    entry: FakeEntry | None = None
+    next_uid: int = 0
+    alive: bool = True
+    frozen: bool = False
+    last_sent: float = 0.0
+    down_since: float = 0.0
+    unsent: bool = False
+
+    def __repr__(self) -> str:
+        """Be short: a failing example shows many."""
+        return f"<worker {self.instance_id} at {self.address}>"
+
+
+@dataclass
+class World:
+    """Everything at once. Time passes only in `run`."""
+
+    settings: LivenessSettings
+    now: FakeClock = field(default_factory=lambda: FakeClock(1000.0))
+    workers: list[Worker] = field(default_factory=list)
+    strangers: list[Pipe] = field(default_factory=list)
+    pipes: list[Pipe] = field(default_factory=list)
+    reaped: list[Worker] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Build the agent's parts."""
+        self.ledger, self.stalls = ConnectionLedger(), Stalls()
+        self.target, self.router = FakeTarget(self.now), FakeRouter(read_at=self.now())
+        releaser = Releaser(
+            lambda _, work: work(),
+            discard,
+            self.now,
+            self.target.drop_instance_state,
+            30.0,
+            self._wake,
+        )
+        self.reaper = Reaper(
+            [self.target],
+            self.ledger,
+            self.stalls,
+            lambda: self.settings,
+            releaser,
+            ReapJournal("boot"),
+            discard,
+            self.now,
+            lambda _: None,
+        )
+        self.reaper.watch(self.router)
+        self._numbers = count(1)
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._next_scan = self.now()
+        self._asleep_until = self._stalled_until = 0.0
+        self._stalled_from = self._last_disturbance = 0.0
+        self._disturbed_seconds = 0.0
+        self._monitor: list[Callable[[], None]] = []
+        self._messages: list[Callable[[], None]] = []
+
+    # What happens
+
+    def start_worker(self, address: str, interval: float | None) -> Worker:
+        """Start a worker: it connects, registers, and pings from then on, or never."""
+        number = next(self._numbers)
+        worker = Worker(InstanceId(number), address, interval, self._connect(address, 0))
+        worker.last_sent = self.now()
+        self.workers.append(worker)
+        pipe = worker.pipe
+        self._send(pipe, lambda: self._register(worker, pipe), worker.instance_id)
+        worker.next_uid = worker.pipe.next_uid
+        if interval is not None:
+            self._at(self.now(), lambda: self._heartbeat(worker, interval))
+        return worker
+
+    def kill(self, worker: Worker) -> None:
+        """End a process: the kernel closes its connection."""
+        worker.alive = False
+        self._close(worker.pipe)
+        worker.down_since = worker.down_since or self.now()
+
+    def drop(self, worker: Worker, back_after: float) -> None:
+        """Cut a connection; a living worker is back after a while."""
+        self._close(worker.pipe)
+        worker.down_since = worker.down_since or self.now()
+        self._at(self.now() + back_after, lambda: self._reconnect(worker))
+
+    def connect_stranger(self, address: str, says: str) -> None:
+        """Somebody connects and says nothing, or something that tells who it is not."""
+        pipe = self._connect(address, 0 if says == "uid 0" else 5)
+        self.strangers.append(pipe)
+        if says == "other id":
+            self._send(pipe, lambda: None, InstanceId(999))
+        elif says != "nothing":
+            self._send(pipe, lambda: None, None, lookups=says == "lookup")
+        pipe.tells = says in {"uid 0", "other id", "lookup"}
+
+    def disconnect_stranger(self, pipe: Pipe) -> None:
+        """Somebody leaves."""
+        self.strangers.remove(pipe)
+        self._close(pipe)
+
+    def stall(self, seconds: float, *, router: bool, reaper: bool) -> None:
+        """Let the router, the reaper or both (a stopped process) do nothing for a while."""
+        end = self.now() + seconds
+        if router and not self._stalled_until:
+            self._stalled_from, self._stalled_until = self.now(), end
+            self.router.catches_up = False
+        if reaper:
+            self._asleep_until = max(self._asleep_until, end)
+        self._last_disturbance = max(self._last_disturbance, end)
+        self._disturbed_seconds += seconds
+
+    def run(self, seconds: float) -> None:
+        """Let time pass, and check after each scan."""
+        end = self.now() + seconds
+        while True:
+            scan_at = max(self._next_scan, self._asleep_until, self.now())
+            agenda_at = self._agenda[0][0] if self._agenda else end + 1
+            moment = min(scan_at, agenda_at, self._stalled_until or end + 1)
+            if moment > end:
+                break
+            self.now.seconds = moment
+            if self._stalled_until and moment >= self._stalled_until:
+                self._resume()
+            elif moment == agenda_at:
+                heapq.heappop(self._agenda)[2]()
+            else:
+                self._scan()
+        self.now.seconds = end
+
+    # The reaper
+
+    def _wake(self) -> None:
+        self._next_scan = min(self._next_scan, self.now())
+
+    def _scan(self) -> None:
+        self.reaper._note_lateness(self._next_scan)
+        planned = self.reaper.scan()
+        self._next_scan = max(planned, self.now() + 0.01)
+        for worker in [w for w in self.workers if w.entry and w.entry.closes]:
+            self.workers.remove(worker)
+            self.reaped.append(worker)
+            self._check_reap(worker)
+        for worker in self.workers:
+            if not worker.alive and worker.entry and not self._stalled_until:
+                self._check_kept(worker, worker.entry)
+
+    def _check_reap(self, worker: Worker) -> None:
+        """Only the dead are reaped, and those that were silent for their whole window."""
+        assert self.settings.reaps, "reaped although nothing may be"
+        assert worker.entry is not None
+        if worker.alive:
+            assert worker.entry.has_liveness_signal, f"idle and alive, but reaped: {worker}"
+            silent = self.now() - worker.last_sent
+            assert silent >= silence_window_seconds(worker.entry, self.settings), worker
+
+    def _check_kept(self, worker: Worker, entry: FakeEntry) -> None:
+        """The dead go when their window ends, unless somebody might be them, come back."""
+        if not self.settings.reaps:
+            return
+        settings, now = self.settings, self.now()
+        if entry.has_liveness_signal:
+            latest = max(worker.last_sent, entry.last_seen) + self._disturbed_seconds
+            latest += silence_window_seconds(entry, settings)
+            brake = settings.reap_timeout_seconds
+            assert now < latest + brake + GRANULARITY_SECONDS, f"kept beyond silence: {worker}"
+        later = [p for p in self.pipes if p is not worker.pipe and self._might_be(p, entry)]
+        if any(pipe.is_open for pipe in later):
+            return
+        quiet = max(
+            worker.down_since, self._last_disturbance, *(pipe.closed_at for pipe in later), 0.0
+        )
+        window = max(settings.close_confirm_seconds, hint_window_seconds(entry, settings))
+        assert now < quiet + window + GRANULARITY_SECONDS, f"kept beyond its close: {worker}"
+
+    def _might_be(self, pipe: Pipe, entry: FakeEntry) -> bool:
+        """A connection newer than the one the instance was last heard on that gave nothing away."""
+        bound = entry.last_connection.accept_serial
+        known = pipe.link is not None and pipe.link.serial > bound
+        return known and not pipe.tells and not self._spoke_for_another(pipe, entry)
+
+    @staticmethod
+    def _spoke_for_another(pipe: Pipe, entry: FakeEntry) -> bool:
+        made = pipe.connection
+        return made is not None and bool(made.spoke_for - {entry.instance_id})
+
+    # The router
+
+    def _resume(self) -> None:
+        """Take in what the sockets have kept, the monitor's first, as the router does."""
+        start, end = self._stalled_from + _POLL_SECONDS, self.now()
+        self._stalled_until = 0.0
+        if end - start > STALL_SECONDS:
+            self.stalls.record(start, end)
+            self.ledger.router_stalled(end)
+        events, self._monitor = self._monitor, []
+        messages, self._messages = self._messages, []
+        for take_in in [*events, *messages]:
+            take_in()
+        self.router.catches_up = True
+
+    def _monitored(self, take_in: Callable[[], None]) -> None:
+        self._monitor.append(take_in) if self._stalled_until else take_in()
+
+    def _sent(self, take_in: Callable[[], None]) -> None:
+        self._messages.append(take_in) if self._stalled_until else take_in()
+
+    def _connect(self, address: str, uid: int) -> Pipe:
+        pipe = Pipe(address, uid, descriptor=next(self._numbers), opened_at=self.now())
+        self.pipes.append(pipe)
+
+        def accepted() -> None:
+            pipe.link = self.ledger.accepted(pipe.descriptor, self.now())
+
+        self._monitored(accepted)
+        return pipe
+
+    def _close(self, pipe: Pipe) -> None:
+        if not pipe.is_open:
+            return
+        pipe.is_open, pipe.closed_at = False, self.now()
+
+        def ended() -> None:
+            pipe.ended = True
+            self.ledger.link_closed(pipe.descriptor, self.now(), may_have_been_a_worker=True)
+            if pipe.connection is not None:
+                self.ledger.connection_closed(pipe.connection, self.now(), CloseKind.PEER)
+            self._wake()
+
+        self._monitored(ended)
+
+    def _send(
+        self,
+        pipe: Pipe,
+        handle: Callable[[], None],
+        instance_id: InstanceId | None,
+        *,
+        lookups: bool = False,
+    ) -> None:
+        """Send a message; the router reads it now, or when it can."""
+        uid, pipe.next_uid = pipe.next_uid, pipe.next_uid + 1
+
+        def read() -> None:
+            made = pipe.connection or self._first_message(pipe, uid)
+            self.router.read_at = self.now()
+            if instance_id is not None:
+                made.spoke_for |= {instance_id}
+            made.asked_lookups |= lookups
+            handle()
+            if pipe.ended:
+                self.ledger.connection_closed(made, self.now(), CloseKind.PEER)
+                self._wake()
+
+        self._sent(read)
+
+    def _first_message(self, pipe: Pipe, uid: int) -> Connection:
+        """Name the connection; its link is proven by the reply, unless it has ended."""
+        made = pipe.connection = Connection(
+            routing_id=RoutingId(pipe.descriptor.to_bytes(5)),
+            peer=Peer(identity=f"ip:{pipe.address}", text=pipe.address),
+            opened_at=self.now(),
+            first_uid=uid,
+        )
+        if not pipe.ended and pipe.link is not None:
+            made.link, pipe.link.connection = pipe.link, made
+        return made
+
+    # The workers
+
+    def _register(self, worker: Worker, pipe: Pipe) -> None:
+        assert pipe.connection is not None
+        worker.entry = FakeEntry(
+            instance_id=worker.instance_id,
+            engine_type="vllm",
+            registered_at=self.now(),
+            last_seen=self.now(),
+            registrant=pipe.connection,
+        )
+        if worker.interval is not None and 3 * worker.interval > self.settings.reap_timeout_seconds:
+            worker.entry.ping_intervals = [worker.interval]  # known from before
+        self.target.add(worker.entry)
+
+    def _heartbeat(self, worker: Worker, interval: float) -> None:
+        if not worker.alive:
+            return
+        self._at(self.now() + interval, lambda: self._heartbeat(worker, interval))
+        if worker.frozen:
+            return
+        if worker.pipe.is_open:
+            self._ping(worker)
+        else:
+            worker.unsent = True
+
+    def _ping(self, worker: Worker) -> None:
+        pipe = worker.pipe
+        worker.last_sent = self.now()
+
+        def handle() -> None:
+            assert pipe.connection is not None
+            self.target.touch_instance(worker.instance_id, pipe.connection, ping=True)
+
+        self._send(pipe, handle, worker.instance_id)
+        worker.next_uid = pipe.next_uid
+        worker.unsent = False
+
+    def _reconnect(self, worker: Worker) -> None:
+        """Come back with the next uid; what could not be sent meanwhile is sent now."""
+        if not worker.alive or worker.pipe.is_open:
+            return
+        worker.pipe = self._connect(worker.address, worker.next_uid)
+        worker.down_since = 0.0
+        if worker.unsent and not worker.frozen:
+            self._ping(worker)
+
+    def _at(self, moment: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._agenda, (moment, next(self._numbers), action))
+
+    def living(self) -> Iterator[Worker]:
+        """Workers whose process runs and whose connection is up."""
+        return (worker for worker in self.workers if worker.alive and worker.pipe.is_open)
