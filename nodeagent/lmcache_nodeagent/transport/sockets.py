@@ -67,9 +67,13 @@ class BoundSockets:
     keepalive_silence_seconds: float
 
     def close(self) -> None:
-        """Close at once; replies that nobody reads are given half a second."""
+        """Close at once; replies that nobody reads are given half a second.
+
+        The context would wait for every socket of it, so it closes them: where a start fails, the
+        monitor's is still open.
+        """
         self.router.close()
-        self.context.term()
+        self.context.destroy()
         if self.ipc_path:
             with contextlib.suppress(OSError):
                 Path(self.ipc_path).unlink()
