@@ -79,7 +79,7 @@ class Dispatcher:
         self.requests: Counter[str] = Counter()  # router thread only; read by metrics
 
     def close(self) -> None:
-        """Refuse every request from now on. Threads: any."""
+        """Hand no request to a pool any more: refuse it. Threads: any."""
         self._closing = True
 
     def give_up(self) -> None:
@@ -129,11 +129,11 @@ class Dispatcher:
             decode_payload(operation, request.payload)  # raises, with the frames it wants
         instance_id = peek_instance_id(operation, request.payload)
         self._note_what_it_says(request.connection, operation, instance_id)
+        if instance_id is not None and operation.life_sign:
+            request.touched = self._touch(request, instance_id)
         if operation.name not in self._handlers:
             fix = _FIXES.get(operation.name, "see its documentation for what it serves")
             raise UnsupportedOperation(f"{operation.name} is not served by this agent; {fix}")
-        if instance_id is not None and operation.life_sign:
-            request.touched = self._touch(request, instance_id)
         if operation.pool is PoolKind.INLINE:
             self.run(request)
             return

@@ -114,14 +114,15 @@ class Router:
     def _turn(self, *, exits: bool) -> None:
         """Do everything that is due, in an order that keeps the books right."""
         self._take_wakeup()
+        asked = len(self._marks)  # what is queued for the later ones may be missed in this turn
         self._connections.read_monitor()
         if exits:
             self._connections.read_exits()
         empty = self._read_messages()
         self._send_replies()
         self._connections.tidy(all_read=empty)
-        if self._marks and (empty or self._has_read_past_every_queue()):
-            self._set_marks()
+        if asked and (empty or self._has_read_past_every_queue()):
+            self._set_marks(asked)
         self._last_turn_at = self._now()
 
     def _note_stall(self, expected: float, now: float) -> None:
@@ -227,9 +228,9 @@ class Router:
         """
         return max(self._read_since_mark.values(), default=0) > RECEIVE_QUEUE_MESSAGES
 
-    def _set_marks(self) -> None:
+    def _set_marks(self, asked: int) -> None:
         with self._lock:
-            marks, self._marks = self._marks, []
+            marks, self._marks = self._marks[:asked], self._marks[asked:]
         self._read_since_mark.clear()
         self._connections.read_monitor()
         for mark in marks:
