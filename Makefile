@@ -86,6 +86,10 @@ conformance: $(READY) $(STOCK_LMCACHE) ## Stock LMCache adapters drive the agent
 e2e: $(READY) $(STOCK_VLLM) ## Stock vLLM on the CPU with stock LMCache, end to end (minutes; 5 GB)
 	$(BIN)/python -m tests.e2e.run $(ARGS)
 
+.PHONY: bench
+bench: $(READY) $(STOCK_LMCACHE) ## This agent and stock LMCache side by side; ARGS="--quick --only ping"
+	$(BIN)/python -m benchmarks $(ARGS)
+
 # The stock releases never share an environment with the project: their own lock, nothing resolved.
 $(STOCK_LMCACHE): $(STOCK_LOCKS)/lmcache.txt
 	"$(PYTHON)" -m venv $(STOCK)
