@@ -199,7 +199,7 @@ class AgentConfig:
         default=None,
         metadata=Flag(
             Group.TRANSFERS,
-            "Threads for lookups, pings and sessions; max-workers if not given.",
+            "Threads for lookups and sessions; max-workers if not given.",
             bounds=_THREADS,
         ).metadata,
     )
@@ -216,7 +216,7 @@ class AgentConfig:
         default=1024,
         metadata=Flag(
             Group.TRANSFERS,
-            "Lookups, pings and the like that may wait; more are refused at once.",
+            "Lookups and the like that may wait; more are refused at once.",
             bounds=_QUEUE,
         ).metadata,
     )
@@ -341,7 +341,7 @@ class AgentConfig:
 
     @property
     def normal_threads(self) -> int:
-        """Threads of the pool for lookups, pings and sessions."""
+        """Threads of the pool for lookups and sessions."""
         return self.max_workers if self.max_cpu_workers is None else self.max_cpu_workers
 
     @property
