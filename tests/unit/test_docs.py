@@ -1,0 +1,58 @@
+"""The documentation keeps up with the code: events and metrics are explained, no link is dead."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lmcache_nodeagent.events import Event
+from lmcache_nodeagent.liveness.policy import Reason, State, Window
+from lmcache_nodeagent.observability.logs import event_name
+from lmcache_nodeagent.observability.metric_catalog import COUNTED, SAMPLED
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+OPERATIONS = (ROOT / "docs/operations.md").read_text()
+LIVENESS = (ROOT / "docs/liveness.md").read_text()
+
+METRICS = [*(metric.name for metric in SAMPLED), *(metric.name for metric in COUNTED)]
+
+_LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
+
+
+@pytest.mark.parametrize("event", sorted(map(event_name, Event.__subclasses__())))
+def test_every_log_event_says_what_to_do(event: str) -> None:
+    """Each has a row in the table of the operations guide."""
+    assert f"`{event}`" in OPERATIONS
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_every_metric_says_what_is_wrong(metric: str) -> None:
+    """Each is in the table of the operations guide."""
+    assert re.search(rf"[`/ ]{metric}[`{{]", OPERATIONS)
+
+
+@pytest.mark.parametrize("name", [member.value for kind in (Reason, State) for member in kind])
+def test_every_reason_and_state_is_explained(name: str) -> None:
+    """Each is on the page about liveness."""
+    assert f"`{name}`" in LIVENESS
+
+
+def test_every_window_is_explained() -> None:
+    """By the words of the table of windows."""
+    words = {window.value.replace("_", " ") for window in Window} - {"none"}
+    assert {word for word in words if f"| {word}" not in LIVENESS} == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    """Every relative link names a file of the repository."""
+    dead = [link for link in _LINK.findall(page.read_text()) if not (page.parent / link).exists()]
+    assert dead == []
+
+
+def test_the_readme_stays_short() -> None:
+    """A page and a bit: what it is, a picture, a quick start, links."""
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
