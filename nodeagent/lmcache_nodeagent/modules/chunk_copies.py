@@ -164,10 +164,15 @@ class ChunkCopies:
         Raises:
             MalformedRequest: the range does not fit.
         """
-        identity = self._layouts.find(key.model_name, key.world_size)
-        if identity is None or key.worker_id is None:
+        identities = self._layouts.find(key.model_name, key.world_size)
+        if not identities or key.worker_id is None:
             return
-        keys = object_keys(key, transfer_hashes(key, self._hasher), key.worker_id, identity)
+        hashes = transfer_hashes(key, self._hasher)
+        keys = [
+            object_key
+            for identity in identities
+            for object_key in object_keys(key, hashes, key.worker_id, identity)
+        ]
         for object_key in self._sessions.consume(peer, key.request_id, keys):
             self._store.unpin(object_key)  # type: ignore[arg-type]  # sessions keep keys opaque
 

@@ -11,30 +11,45 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from lmcache_nodeagent.contexts.layout import ChunkLayout
 
 
 def layout_id(layout: ChunkLayout) -> int:
     """Number that stands for what a chunk's bytes mean: it goes into the object keys.
 
-    Two workers that use one model name with, say, other dtypes must not read each other's bytes.
-    Only what all pipeline stages of a model share is counted in, not their layers: a lookup asks
-    for all ranks with the id of one of them. The size of each object is checked besides.
+    Two workers that use one model name with, say, other dtypes, attention windows or groups of
+    layers must not read each other's bytes, which may well be as many. Block sizes do not matter:
+    objects are token-major.
     """
-    first = layout.groups[0]
-    meaning = (first.layers[0].dtype, first.planes, first.heads, first.head_bytes)
+    meaning = [
+        (
+            group.layers[0].dtype,
+            group.planes,
+            len(group.layers),
+            group.heads,
+            group.head_bytes,
+            group.blocks_per_chunk * group.slots_per_block,
+            group.window_blocks * group.slots_per_block,
+        )
+        for group in layout.groups
+    ]
     return zlib.crc32(repr(meaning).encode())
 
 
 class LayoutRegistry:
-    """Layout ids by (model, world size), one for each registration. Threads: any."""
+    """Layout ids by (model, world size), one for each registration. Threads: any.
+
+    The workers of one engine need not have the same: pipeline stages hold other layers.
+    """
 
     def __init__(self) -> None:
         self._lock = Lock()  # guards: _ids
         self._ids: dict[tuple[str, int], list[int]] = {}
 
     def add(self, model: str, world_size: int, identity: int) -> None:
-        """Count a registration in; lookups use the latest."""
+        """Count a registration in."""
         with self._lock:
             self._ids.setdefault((model, world_size), []).append(identity)
 
@@ -46,11 +61,11 @@ class LayoutRegistry:
             if not identities:
                 del self._ids[model, world_size]
 
-    def find(self, model: str, world_size: int) -> int | None:
-        """Return the layout id that lookups use, None while no worker of the model is here."""
+    def find(self, model: str, world_size: int) -> Sequence[int]:
+        """Return the layout ids of a model, latest first; none while no worker of it is here."""
         with self._lock:
-            identities = self._ids.get((model, world_size))
-            return identities[-1] if identities else None
+            identities = self._ids.get((model, world_size), ())
+            return tuple(dict.fromkeys(reversed(identities)))
 
     def __len__(self) -> int:
         """Count the (model, world size) pairs."""

@@ -11,7 +11,7 @@ from lmcache_nodeagent.modules.object_keys import object_keys
 from lmcache_nodeagent.sessions import NO_PINS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from lmcache_nodeagent.clock import Now
     from lmcache_nodeagent.events import Publish
@@ -75,10 +75,10 @@ class LookupModule:
         now = self._now()
         self.expire(now)
         chunks = key.end // self._hasher.chunk_tokens
-        identity = self._layouts.find(key.model_name, key.world_size)
+        identities = self._layouts.find(key.model_name, key.world_size)
         hit, pins = 0, NO_PINS
-        if identity is not None and chunks and key.end <= len(key.token_ids):
-            hit, pins = self._pin_longest_prefix(key, identity)
+        if identities and chunks and key.end <= len(key.token_ids):
+            hit, pins = self._pin_longest_prefix(key, identities)
         connection = call.connection
         replaced = self._sessions.start(
             connection, connection.peer.identity, key.request_id, hit, pins, now
@@ -86,15 +86,17 @@ class LookupModule:
         self._unpin(replaced)
         self._publish(LookedUp(key.model_name, chunks, hit))
 
-    def _pin_longest_prefix(self, key: CacheKey, identity: int) -> tuple[int, Pins]:
+    def _pin_longest_prefix(self, key: CacheKey, identities: Sequence[int]) -> tuple[int, Pins]:
         if key.num_kv_readers < 1:
             raise MalformedRequest(
                 f"lookup with num_kv_readers {key.num_kv_readers}; each object needs at least 1"
             )
         readers = min(key.num_kv_readers, MAX_READERS)
         hashes = self._hasher.hashes(key.token_ids, key.end)
-        rows = [object_keys(key, hashes, rank, identity) for rank in range(key.world_size)]
         for _ in range(_PIN_ATTEMPTS):
+            rows = [
+                self._longest_row(key, hashes, rank, identities) for rank in range(key.world_size)
+            ]
             hit = min(self._present(row) for row in rows)
             wanted = [object_key for row in rows for object_key in row[:hit]]
             if not wanted:
@@ -105,6 +107,13 @@ class LookupModule:
                 )
                 return hit, dict.fromkeys(wanted, readers)
         return 0, NO_PINS
+
+    def _longest_row(
+        self, key: CacheKey, hashes: Sequence[bytes], rank: int, identities: Sequence[int]
+    ) -> list[ObjectKey]:
+        """Choose the layout of which a rank has the longest prefix; ranks may differ in theirs."""
+        rows = [object_keys(key, hashes, rank, identity) for identity in identities]
+        return rows[0] if len(rows) == 1 else max(rows, key=self._present)
 
     def _present(self, row: list[ObjectKey]) -> int:
         """Count the chunks of one rank that are there from the first one on."""
@@ -130,15 +139,16 @@ class LookupModule:
             MalformedRequest: a token that is no uint32.
         """
         del shards
-        identity = self._layouts.find(key.model_name, key.world_size)
+        identities = self._layouts.find(key.model_name, key.world_size)
         chunk = self._hasher.chunk_tokens
         first, last = key.start // chunk, min(key.end, len(key.token_ids)) // chunk
-        if identity is None or first >= last:
+        if not identities or first >= last:
             return
         hashes = self._hasher.hashes(key.token_ids, last * chunk)[first:]
         keys = [
             object_key
             for rank in range(key.world_size)
+            for identity in identities
             for object_key in object_keys(key, hashes, rank, identity)
         ]
         connection = call.connection

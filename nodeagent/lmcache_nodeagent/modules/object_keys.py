@@ -15,12 +15,15 @@ if TYPE_CHECKING:
 
 
 def object_keys(
-    key: CacheKey, hashes: Sequence[bytes], rank: int, object_group_id: int
+    key: CacheKey, hashes: Sequence[bytes], rank: int, layout_identity: int
 ) -> list[ObjectKey]:
-    """Return one object key for each chunk hash, for one KV rank, in chunk order."""
+    """Return one object key for each chunk hash, for one KV rank, in chunk order.
+
+    The layout's id stands where LMCache numbers object groups: there is one group here.
+    """
     packed = kv_rank(key.world_size, rank)
     return [
-        ObjectKey(chunk_hash, key.model_name, packed, object_group_id, key.cache_salt)
+        ObjectKey(chunk_hash, key.model_name, packed, layout_identity, key.cache_salt)
         for chunk_hash in hashes
     ]
 
