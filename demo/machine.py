@@ -6,6 +6,8 @@ import os
 import socket
 from pathlib import Path
 
+_SHARED_MEMORY = Path("/dev/shm")
+
 _SO_PEERPIDFD = 77
 """include/uapi/asm-generic/socket.h, Linux 6.5."""
 
@@ -19,6 +21,11 @@ def mapped_bytes(agent_pid: int, worker_pid: int) -> int:
             start, _, end = line.split(maxsplit=1)[0].partition("-")
             total += int(end, 16) - int(start, 16)
     return total
+
+
+def shared_bytes(worker_pid: int) -> int:
+    """Bytes of the shared memory that a worker has made."""
+    return sum(path.stat().st_size for path in _SHARED_MEMORY.glob(f"lmcache_kv_{worker_pid}_*"))
 
 
 def process_state(pid: int) -> str:
@@ -40,4 +47,4 @@ def exits_are_proven() -> bool:
 
 def regions_of_port(port: int) -> list[str]:
     """Names in /dev/shm of an agent's L1 region."""
-    return [path.name for path in Path("/dev/shm").glob(f"lmcache-kube.l1.port-{port}")]
+    return [path.name for path in _SHARED_MEMORY.glob(f"lmcache-kube.l1.port-{port}")]

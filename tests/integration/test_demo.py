@@ -70,7 +70,7 @@ def test_shows_a_reap_with_reason_and_latency_and_spares_the_living() -> None:
 @pytest.mark.parametrize(
     ("flag", "expected", "seen"),
     [
-        ("--reap-mode=observe", "an entry in /v1/reaps within 6 s", "[]"),
+        ("--reap-mode=observe", "an entry in /v1/reaps within 6 s", "{}"),
         ("--chunk-size=128", "4", "8"),
     ],
     ids=["nobody is reaped", "other chunks are stored"],
