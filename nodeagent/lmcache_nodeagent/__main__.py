@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-from threading import Event
 from typing import TYPE_CHECKING
 
 from lmcache_nodeagent.app import App
@@ -22,24 +21,27 @@ EXIT_USAGE = 2
 
 
 class _Signals:
-    """Remembers a signal that comes before there is an agent to stop. Thread: main."""
+    """Remembers a signal that comes before there is an agent to stop. Thread: main.
+
+    Takes no lock: one signal may come while another is being handled.
+    """
 
     def __init__(self) -> None:
-        self._received = Event()
+        self._received = False
         self._app: App | None = None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del number, frame
-        self._received.set()
+        self._received = True
         if self._app is not None:
             self._app.stop()
 
     def stop_on_signal(self, app: App) -> None:
         """Stop `app` at the next signal, or now if one has come already."""
         self._app = app
-        if self._received.is_set():
+        if self._received:
             app.stop()
 
 

@@ -26,7 +26,8 @@ import resource
 import time
 import uuid
 from dataclasses import replace
-from threading import Event, Thread
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import TYPE_CHECKING
 
 from lmcache_nodeagent.agent_view import RunningAgent, metrics_snapshot
@@ -54,6 +55,8 @@ _DRAIN_SECONDS = 4.0
 
 _JOIN_SECONDS = 1.5
 
+_SIGNAL_CHECK_SECONDS = 0.5
+
 
 class App:
     """One agent. Making it takes the ports and the memory; `run` serves until `stop`.
@@ -69,7 +72,7 @@ class App:
         self.boot_id = uuid.uuid4().hex
         self._failed = False
         self._serving = False
-        self._stopping = Event()
+        self._stop_requests: SimpleQueue[None] = SimpleQueue()  # an Event is not safe in a signal
         _raise_descriptor_limit()
         self._metrics = Metrics([self._reading])
         self._bus = EventBus([LogSubscriber(monotonic), self._metrics])
@@ -117,14 +120,20 @@ class App:
         http = self._start("http", self._http.run)
         self._serving = True
         when_serving()
-        self._stopping.wait()
+        self._wait_for_stop()
         self._serving = False
         self._stop_in_order(workers, reaper=reaper, router=router, http=http, events=events)
         return 1 if self._failed else 0
 
     def stop(self) -> None:
         """Ask `run` to end. Threads: any, and signal handlers."""
-        self._stopping.set()
+        self._stop_requests.put(None)
+
+    def _wait_for_stop(self) -> None:
+        """Wait, with a bound: a signal that comes just before a wait begins does not end it."""
+        while True:
+            with contextlib.suppress(Empty):
+                return self._stop_requests.get(timeout=_SIGNAL_CHECK_SECONDS)
 
     def _stop_in_order(
         self,
@@ -163,7 +172,7 @@ class App:
         except Exception:  # noqa: BLE001  # thread main: the process ends, with the reason in the log
             _log.exception("thread_failed", extra={"failed_thread": name})
             self._failed = True
-            self._stopping.set()
+            self.stop()
 
 
 def _spawn(name: str, work: Callable[[], None]) -> None:

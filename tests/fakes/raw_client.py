@@ -6,12 +6,14 @@ TCP socket for what libzmq would never send. `SteadyPinger` is the well-behaved 
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import threading
 import time
 import urllib.request
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -317,6 +319,16 @@ class Footprint:
     def assert_threads_live(self) -> None:
         """Fail if a thread ended."""
         assert self._process.num_threads() >= self.threads
+
+
+def regions_of(pid: int) -> list[Path]:
+    """Return the shared-memory files of ours that a process holds open."""
+    held = [entry.stat() for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.exists()]
+    return [
+        path
+        for path in Path("/dev/shm").glob("lmcache-kube.l1.*")
+        if any(os.path.samestat(path.stat(), one) for one in held)
+    ]
 
 
 def says_no(operation: str, reply: Frames) -> bool:
