@@ -35,7 +35,7 @@ from lmcache_nodeagent.assembly import Assembled, Environment, assemble
 from lmcache_nodeagent.clock import monotonic
 from lmcache_nodeagent.contexts.host import open_host_context
 from lmcache_nodeagent.observability.bus import EventBus
-from lmcache_nodeagent.observability.http import HttpServer
+from lmcache_nodeagent.observability.http import HttpServer, listen
 from lmcache_nodeagent.observability.logs import LogSubscriber
 from lmcache_nodeagent.observability.metrics import Metrics
 from lmcache_nodeagent.storage.pool import SharedPool
@@ -79,6 +79,8 @@ class App:
         with contextlib.ExitStack() as undo:
             sockets = bind_sockets(config)
             undo.callback(sockets.close)
+            listener = listen(config.http_host, config.http_port)
+            undo.callback(listener.close)
             self.config = replace(config, port=sockets.port)
             self._region = SharedPool.create(self.config.pool_name, config.l1_size_bytes)
             undo.callback(self._region.close)
@@ -95,7 +97,7 @@ class App:
                 )
             )
             view = RunningAgent(self._agent.parts, self._metrics, lambda: self._serving, monotonic)
-            self._http = HttpServer.bind(config.http_host, config.http_port, view)
+            self._http = HttpServer(listener, view)
             undo.pop_all()
         self.http_port = self._http.port
 

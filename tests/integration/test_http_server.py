@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import pytest
 
 from lmcache_nodeagent.errors import ConfigError
-from lmcache_nodeagent.observability.http import HttpServer
+from lmcache_nodeagent.observability.http import HttpServer, listen
 from tests.polling import poll_until
 
 HOST = "127.0.0.1"
@@ -49,7 +49,7 @@ class SmallView:
 @pytest.fixture
 def server() -> Iterator[HttpServer]:
     """Run a server on a free port and see that it ends within a second or so."""
-    server = HttpServer.bind(HOST, 0, SmallView())
+    server = HttpServer(listen(HOST, 0), SmallView())
     thread = threading.Thread(target=server.run, name="http")
     thread.start()
     yield server
@@ -71,7 +71,7 @@ def get(port: int, path: str, host: str = HOST) -> tuple[int, bytes]:
 
 def test_the_port_is_known_before_serving_and_early_clients_are_answered() -> None:
     """With port 0 the agent prints the port it got."""
-    server = HttpServer.bind(HOST, 0, SmallView())
+    server = HttpServer(listen(HOST, 0), SmallView())
     assert server.port > 0
     early = socket.create_connection((HOST, server.port), timeout=5)
     early.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
@@ -85,18 +85,18 @@ def test_the_port_is_known_before_serving_and_early_clients_are_answered() -> No
 
 def test_a_server_that_never_ran_gives_its_port_back() -> None:
     """Start-up can fail after the port was taken."""
-    server = HttpServer.bind(HOST, 0, SmallView())
+    server = HttpServer(listen(HOST, 0), SmallView())
     port = server.port
     server.close()
-    again = HttpServer.bind(HOST, port, SmallView())
+    again = HttpServer(listen(HOST, port), SmallView())
     again.close()
 
 
 def test_a_taken_port_is_a_configuration_problem() -> None:
     """The message names flags, values and what to do."""
-    server = HttpServer.bind(HOST, 0, SmallView())
+    server = HttpServer(listen(HOST, 0), SmallView())
     with pytest.raises(ConfigError, match=f"http-port {server.port} cannot be listened on"):
-        HttpServer.bind(HOST, server.port, SmallView())
+        HttpServer(listen(HOST, server.port), SmallView())
     server.close()
 
 
@@ -106,7 +106,7 @@ def test_a_taken_port_is_a_configuration_problem() -> None:
 )
 def test_hosts_of_both_families_can_be_given(host: str, reached_at: str) -> None:
     """IPv6 with and without brackets; all addresses means both families."""
-    server = HttpServer.bind(host, 0, SmallView())
+    server = HttpServer(listen(host, 0), SmallView())
     thread = threading.Thread(target=server.run, name="http")
     thread.start()
     try:

@@ -71,29 +71,29 @@ class _Route:
     loopback_only: bool
 
 
+def listen(host: str, port: int) -> socket.socket:
+    """Take the port; connections wait until an `HttpServer` runs on it.
+
+    Raises:
+        ConfigError: the address cannot be had.
+    """
+    try:
+        return _listen(bare_host(host), port)
+    except OSError as error:
+        problem = (
+            f"http-host {host} with http-port {port} cannot be listened on "
+            f"({error.strerror or error}): give an address of this machine and a free port"
+        )
+        raise ConfigError([problem]) from error
+
+
 class HttpServer:
-    """The listening socket and its loop. Threads: `run` on `http`, the others any."""
+    """The loop over a listening socket. Threads: `run` on `http`, the others any."""
 
     def __init__(self, listener: socket.socket, view: AgentView) -> None:
         self._listener = listener
         self._view = view
         self._stopping = Event()
-
-    @classmethod
-    def bind(cls, host: str, port: int, view: AgentView) -> HttpServer:
-        """Take the port; connections wait until `run`.
-
-        Raises:
-            ConfigError: the address cannot be had.
-        """
-        try:
-            return cls(_listen(bare_host(host), port), view)
-        except OSError as error:
-            problem = (
-                f"http-host {host} with http-port {port} cannot be listened on "
-                f"({error.strerror or error}): give an address of this machine and a free port"
-            )
-            raise ConfigError([problem]) from error
 
     @property
     def port(self) -> int:
