@@ -18,6 +18,17 @@ _LAST_STANDARD_STREAM = 2
 _PATIENCE_SECONDS = 3.0  # threads and processes that were told to end may take a moment
 _INTERVAL_SECONDS = 0.01
 
+_made_for_us: set[str] = set()  # names in /dev/shm, without a worker's trailing number
+
+
+def made_for_us(*names: str) -> None:
+    """Say that child processes of this test run make these, so that they count if left behind.
+
+    Tests that run side by side see each other's; without this they would blame each other for
+    what a process that was killed on purpose has left for a moment.
+    """
+    _made_for_us.update(names)
+
 
 @dataclass(frozen=True)
 class Holdings:
@@ -85,10 +96,21 @@ def _shared_memory() -> list[str]:
 
 
 def _owned_elsewhere(path: Path) -> bool:
-    """Tell an entry of another test run on this machine: locked, or named by another process."""
+    """Tell an entry of another test run on this machine."""
     pid = path.name.removeprefix("lmcache_kv_").partition("_")[0]
     if pid.isdigit():
-        return int(pid) != os.getpid() and psutil.pid_exists(int(pid))
+        if int(pid) == os.getpid():
+            return False
+        return psutil.pid_exists(int(pid)) or _made_by_others(f"lmcache_kv_{pid}")
+    return _is_locked(path) or _made_by_others(path.name)
+
+
+def _made_by_others(name: str) -> bool:
+    """Nobody lives who could tell: beside other test processes only what we know of is ours."""
+    return "PYTEST_XDIST_WORKER" in os.environ and name not in _made_for_us
+
+
+def _is_locked(path: Path) -> bool:
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tests.leaks import made_for_us
 from tests.polling import poll_until
 
 START_SECONDS = 30.0
@@ -72,6 +73,8 @@ class AgentProcess:
             raise AssertionError(f"the agent ended with {code}: {self.log_text()}")
         self._ready = json.loads(line)
         assert self._ready["event"] == "agent_ready"
+        names = [flag.partition("=")[2] for flag in self._command if flag.startswith("--shm-name=")]
+        made_for_us(f"lmcache-kube.l1.{[f'port-{self.port}', *names][-1]}")
         return self
 
     def __enter__(self) -> Self:

@@ -24,6 +24,7 @@ import zmq
 from lmcache_worker.client import HOST_EVENT, WorkerClient
 from lmcache_worker.shared_memory import SharedKvCache
 from lmcache_worker.wire import CacheKey
+from tests.leaks import made_for_us
 
 BLOCKS, BLOCK_TOKENS, LAYERS = 64, 16, 2
 MODEL = "demo/model"
@@ -194,6 +195,7 @@ class WorkerProcess:
         )
         self.pid, segments = json.loads(self._read())
         self._files = [Path("/dev/shm") / name.lstrip("/") for name in segments]
+        made_for_us(*(file.name.rpartition("_")[0] for file in self._files))
 
     def tell(self, command: str, *arguments: object) -> None:
         """Send a command without waiting for its result."""
