@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import socket as sockets_of_os
 import stat
 from dataclasses import dataclass
@@ -141,8 +142,13 @@ def _address(host: str) -> str:
 
 
 def _bind_ipc(router: zmq.Socket[bytes], path: str) -> None:
-    """Bind a Unix socket; one that a dead agent left is replaced, a living one's is not."""
-    if _is_socket(path):
+    """Bind a Unix socket; one that a dead agent left is replaced, a living one's is not.
+
+    libzmq unlinks whatever is there: what is no socket must not get that far.
+    """
+    if os.path.lexists(path):
+        if not _is_socket(path):
+            raise OSError(f"{path} exists and is no socket")
         with sockets_of_os.socket(sockets_of_os.AF_UNIX) as probe:
             try:
                 probe.connect(path)
@@ -157,5 +163,5 @@ def _bind_ipc(router: zmq.Socket[bytes], path: str) -> None:
 def _is_socket(path: str) -> bool:
     try:
         return stat.S_ISSOCK(Path(path).stat().st_mode)
-    except FileNotFoundError:
+    except OSError:
         return False
