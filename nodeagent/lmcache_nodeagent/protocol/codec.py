@@ -46,8 +46,10 @@ _instance_only = Decoder(_InstanceOnly)
 _tensors = Decoder(Annotated[list[Ext], msgspec.Meta(max_length=LIMITS.max_tensors)])
 
 
-_decoders: Mapping[object, Decoder[object]] = {
-    field.type: Decoder(cast("type[object]", field.type))
+# By identity: hashing a typing construct takes longer than decoding a number. The table of
+# operations keeps the types alive.
+_decoders: Mapping[int, Decoder[object]] = {
+    id(field.type): Decoder(cast("type[object]", field.type))
     for operation in OPERATIONS.values()
     for field in operation.payload
     if field.type is not TENSORS
@@ -134,6 +136,8 @@ def encode_reply(operation: Operation, value: object) -> bytes | None:
         AgentError: The value is not what the operation answers. Stock clients must not see it:
             they cannot decode it either.
     """
+    if type(value) is operation.reply:  # a plain bool, int or str needs no look inside
+        return None if value is None else msgspec.msgpack.encode(value)
     try:
         # bytes are msgpack's own: without saying so, text would pass as base64.
         checked = msgspec.convert(
@@ -175,7 +179,7 @@ def _decode_field(
             return bool(_flag.decode(frame))
         if only_instance and field.type is EngineDrivenRegistration:
             return _instance_only.decode(frame).instance_id
-        return _decoders[field.type].decode(frame)
+        return _decoders[id(field.type)].decode(frame)
     except RecursionError:
         reason = "nested too deeply"
     except ValueError as error:  # msgspec's errors are ValueErrors too

@@ -6,7 +6,6 @@ without blocking, and one that does not fit into the peer's queue is dropped and
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import select
@@ -23,7 +22,7 @@ from lmcache_nodeagent.transport.monitor import SocketMonitor
 from lmcache_nodeagent.transport.sockets import RECEIVE_QUEUE_MESSAGES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from lmcache_nodeagent.clock import Now
     from lmcache_nodeagent.events import Publish
@@ -32,6 +31,9 @@ if TYPE_CHECKING:
     from lmcache_nodeagent.liveness.stalls import Stalls
     from lmcache_nodeagent.transport.requests import Reply
     from lmcache_nodeagent.transport.sockets import BoundSockets
+
+_NOBLOCK = int(zmq.NOBLOCK)  # plain numbers: pyzmq's enums cost a microsecond for each frame
+_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 _MESSAGES_PER_TURN = 256
 _FRAMES_KEPT = 16
@@ -78,7 +80,7 @@ class Router:
         )
         self._outbox: deque[Reply] = deque()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._wakeup_pending = False
+        self._wake_on_send = True
         self._lock = Lock()  # guards: _marks
         self._marks: list[Event] = []
         self._read_since_mark: Counter[bytes] = Counter()  # router thread only
@@ -105,20 +107,24 @@ class Router:
                 ready = dict(poller.poll(_SUSPECT_WAIT_MS if hurry else _LONGEST_WAIT_MS))
                 woke_at = self._now()
                 self._note_stall(asked_at + _LONGEST_WAIT_MS / 1000, woke_at)
-                self._turn(exits=self._connections.exits.fileno() in ready)
+                self._turn(ready)
                 self._note_stall(woke_at, self._now())
             self._send_replies()
         finally:
             self._close()
 
-    def _turn(self, *, exits: bool) -> None:
+    def _turn(self, ready: Mapping[object, int]) -> None:
         """Do everything that is due, in an order that keeps the books right."""
-        self._take_wakeup()
+        self._wake_on_send = False  # replies are looked for at the end of the turn anyway
+        if self._wakeup in ready:
+            os.eventfd_read(self._wakeup)
         asked = len(self._marks)  # what is queued for the later ones may be missed in this turn
-        self._connections.read_monitor()
-        if exits:
+        if self._monitor.socket in ready:
+            self._connections.read_monitor()
+        if self._connections.exits.fileno() in ready:
             self._connections.read_exits()
         empty = self._read_messages()
+        self._wake_on_send = True  # before the outbox is emptied, so that nothing is missed
         self._send_replies()
         self._connections.tidy(all_read=empty)
         if asked and (empty or self._has_read_past_every_queue()):
@@ -134,10 +140,10 @@ class Router:
         """Read a bounded number of messages; True if there were no more."""
         for _ in range(_MESSAGES_PER_TURN):
             try:
-                first = self._socket.recv(zmq.NOBLOCK, copy=False)
+                first = self._socket.recv(_NOBLOCK, copy=False)
             except zmq.Again:
                 return True
-            frames = self._rest_of_message()
+            frames = self._rest_of_message(first)
             self._last_read_at = self._now()
             if self._marks:
                 self._read_since_mark[first.bytes] += 1
@@ -147,33 +153,23 @@ class Router:
             self._receive(connection, frames)
         return False
 
-    def _rest_of_message(self) -> list[bytes]:
+    def _rest_of_message(self, frame: zmq.Frame) -> list[bytes]:
         frames: list[bytes] = []
-        while self._socket.getsockopt(zmq.RCVMORE):
-            frame = self._socket.recv(zmq.NOBLOCK)
+        while frame.more:
+            frame = self._socket.recv(_NOBLOCK, copy=False)
             if len(frames) < _FRAMES_KEPT:
-                frames.append(frame)
+                frames.append(frame.bytes)
         return frames
 
     def send(self, reply: Reply) -> None:
         """Queue a reply and wake the router. Threads: any."""
         self._outbox.append(reply)
-        if not self._wakeup_pending:
+        if self._wake_on_send:
             self._wake()
 
     def _wake(self) -> None:
-        self._wakeup_pending = True
+        self._wake_on_send = False  # one is enough until the next turn has been through the outbox
         os.eventfd_write(self._wakeup, 1)
-
-    def _take_wakeup(self) -> None:
-        """Clear the flag before the queues are read, so that nothing added later is missed.
-
-        A writer sets the flag first and the descriptor after: a write that comes late only makes
-        one turn too many.
-        """
-        self._wakeup_pending = False
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wakeup)
 
     def _send_replies(self) -> None:
         while self._outbox:
@@ -181,14 +177,11 @@ class Router:
 
     def _send_now(self, reply: Reply) -> None:
         connection = reply.connection
-        frames = [connection.routing_id, reply.uid, reply.operation_frame]
-        if reply.document is not None:
-            frames.append(reply.document)
         if not connection.is_open:
             self._dropped(reply, "peer_gone")
             return
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
+            self._hand_over(reply)
         except zmq.Again:
             connection.replies_dropped += 1
             self._dropped(reply, "peer_not_reading")
@@ -197,6 +190,17 @@ class Router:
             self._connections.unroutable(connection)
             return
         self._connections.replied(connection)
+
+    def _hand_over(self, reply: Reply) -> None:
+        """Give a reply's frames to libzmq: if it takes the first one, it takes them all."""
+        send = self._socket.send
+        send(reply.connection.routing_id, _MORE)
+        send(reply.uid, _MORE)
+        if reply.document is None:
+            send(reply.operation_frame, _NOBLOCK)
+        else:
+            send(reply.operation_frame, _MORE)
+            send(reply.document, _NOBLOCK)
 
     def _dropped(self, reply: Reply, reason: str) -> None:
         self.dropped[reason] += 1
@@ -258,7 +262,7 @@ class Router:
         self._monitor.close()
         self._sockets.close()
         os.close(self._wakeup)
-        self._wakeup_pending = True  # late senders must not write to a closed descriptor
+        self._wake_on_send = False  # late senders must not write to a closed descriptor
 
 
 def _small_uid(frame: bytes) -> int:
