@@ -45,6 +45,16 @@ class AbsentPings:
             self._absent.move_to_end(instance_id)
             return False
 
+    def last_ping_at(self, instance_id: InstanceId) -> float | None:
+        """Return the last ping of an id that is absent: the next interval begins there.
+
+        Without it a worker that pings every 60 s would never be seen to do so with a T of 30 s:
+        each second ping would find it reaped.
+        """
+        with self._lock:
+            absent = self._absent.get(instance_id)
+        return absent.last_ping_at if absent else None
+
     def registered(self, instance_id: InstanceId) -> Sequence[float]:
         """Forget an id that has registered; return the ping intervals seen while it was absent."""
         with self._lock:

@@ -120,6 +120,7 @@ class LMCacheDrivenTransferModule(InstanceLivenessTarget):
             engine_type=registration.engine_type,
             registered_at=now,
             last_seen=now,
+            last_ping_at=self._absent_pings.last_ping_at(registration.instance_id),
             registrant=connection,
             registration=registration,
             context=context,
