@@ -251,7 +251,10 @@ def test_a_rhythm_that_was_heard_before_the_registration_counts() -> None:
     for moment in (0.0, 60.0):
         bench.absent.pinged(engine.instance_id, moment)
     engine.register()
-    assert entry_of(bench).observed_interval_seconds == 60.0
+    entry = entry_of(bench)
+    assert entry.observed_interval_seconds == 60.0
+    entry.pinged(140.0)
+    assert entry.ping_intervals == [60.0, 80.0]
 
 
 def test_visitors_see_every_entry() -> None:
