@@ -89,7 +89,11 @@ class StockClient:
             for layer in range(LAYERS)
         }
         groups = [EngineGroupInfo(0, list(range(LAYERS)), BLOCK_TOKENS)]
-        self._worker.register_kv_caches(self._caches, groups, {"kv_layout": layout})
+        try:
+            self._worker.register_kv_caches(self._caches, groups, {"kv_layout": layout})
+        except Exception:
+            self._worker.transfer_ctx = None  # a worker that fails to start never unregisters
+            raise
         return str(self._worker.instance_id)
 
     def lookup(self, request: str, seed: int, chunks: int, salt: str = "") -> int:

@@ -35,7 +35,12 @@ class StockProcess:
             env={**os.environ, **_QUIET},
             cwd=_ROOT,
         )
-        self.pid = int(self._read())
+        self.pid = self._process.pid
+        try:
+            assert int(self._read()) == self.pid
+        except BaseException:
+            self.close()
+            raise
 
     def ask(self, command: str, *arguments: object, **options: object) -> Any:  # noqa: ANN401  # JSON
         """Send a command and return its result; an exception there is raised here as text."""
