@@ -92,7 +92,7 @@ class LookupModule:
                 f"lookup with num_kv_readers {key.num_kv_readers}; each object needs at least 1"
             )
         readers = min(key.num_kv_readers, MAX_READERS)
-        hashes = self._hasher.hashes(key.token_ids, key.end)
+        hashes = self._hashes_up_to_a_miss(key, identities)
         for _ in range(_PIN_ATTEMPTS):
             rows = [
                 self._longest_row(key, hashes, rank, identities) for rank in range(key.world_size)
@@ -107,6 +107,19 @@ class LookupModule:
                 )
                 return hit, dict.fromkeys(wanted, readers)
         return 0, NO_PINS
+
+    def _hashes_up_to_a_miss(self, key: CacheKey, identities: Sequence[int]) -> list[bytes]:
+        """Hash the prompt as far as the first rank has it, in any layout: no hit is longer."""
+        contains = self._store.contains
+        hashes: list[bytes] = []
+        for chunk_hash in self._hasher.chain(key.token_ids, key.end):
+            candidates = (
+                object_keys(key, (chunk_hash,), 0, identity)[0] for identity in identities
+            )
+            if not any(map(contains, candidates)):
+                break
+            hashes.append(chunk_hash)
+        return hashes
 
     def _longest_row(
         self, key: CacheKey, hashes: Sequence[bytes], rank: int, identities: Sequence[int]

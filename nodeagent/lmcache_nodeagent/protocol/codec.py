@@ -18,6 +18,7 @@ from lmcache_nodeagent.protocol.descriptors import decode_tensor
 from lmcache_nodeagent.protocol.fields import TENSORS, PayloadField
 from lmcache_nodeagent.protocol.limits import LIMITS
 from lmcache_nodeagent.protocol.messages import (
+    CacheKey,
     EngineDrivenRegistration,
     InstanceNumber,
     TensorDescriptor,
@@ -28,6 +29,7 @@ from lmcache_nodeagent.protocol.operations import (
     OPERATIONS_BY_ID,
     Operation,
 )
+from lmcache_nodeagent.protocol.prompts import PromptMemory
 
 _MAX_OPERATION_BYTES = 128
 _MAX_REASON_CHARS = 500
@@ -54,6 +56,9 @@ _decoders: Mapping[int, Decoder[object]] = {
     for field in operation.payload
     if field.type is not TENSORS
 }
+
+
+_keys = PromptMemory(Decoder(CacheKey).decode)
 
 
 def decode_operation(frame: bytes) -> Operation:
@@ -179,6 +184,8 @@ def _decode_field(
             return bool(_flag.decode(frame))
         if only_instance and field.type is EngineDrivenRegistration:
             return _instance_only.decode(frame).instance_id
+        if field.type is CacheKey:
+            return _keys.decode(frame)
         return _decoders[id(field.type)].decode(frame)
     except RecursionError:
         reason = "nested too deeply"
