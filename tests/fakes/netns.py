@@ -1,6 +1,6 @@
 """A network namespace with one link to the host, in which a test can lose packets.
 
-Needs root, `ip` (Debian package iproute2) and `nft` (Debian package nftables).
+Needs root, `ip` and `tc` (Debian package iproute2); no packet filter, which not every kernel has.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from typing import Self
 
 import pytest
 
-_TOOLS = {"ip": "iproute2", "nft": "nftables"}
+_TOOLS = ("ip", "tc")
+_LOSE = ("qdisc", "replace")
+_EVERYTHING = ("root", "blackhole")  # the sender sees success, as on a real network
+_NOTHING = ("root", "pfifo")
 _numbers = count()
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes network namespaces")
@@ -29,8 +32,8 @@ class NetNamespace:
     """
 
     def __init__(self) -> None:
-        for tool, package in _TOOLS.items():
-            assert shutil.which(tool), f"`{tool}` not found: apt-get install {package}"
+        for tool in _TOOLS:
+            assert shutil.which(tool), f"`{tool}` not found: apt-get install iproute2"
         number = (os.getpid() * 8 + next(_numbers)) % 4096
         self.name = f"lmk{os.getpid()}x{number}"
         self._outside = f"lmk{number}o"
@@ -43,24 +46,23 @@ class NetNamespace:
         """What goes before a command that shall run inside."""
         return ("ip", "netns", "exec", self.name)
 
-    def drop_new_connections(self) -> None:
-        """Lose every SYN that leaves the namespace."""
-        self._filter("tcp flags & (syn | ack) == syn drop")
+    def lose_outgoing(self) -> None:
+        """Lose every packet that leaves the namespace, SYNs among them; what enters arrives."""
+        self._inside("tc", *_LOSE, "dev", "eth0", *_EVERYTHING)
 
-    def drop_everything(self) -> None:
+    def lose_incoming(self) -> None:
+        """Lose every packet that enters the namespace, acknowledgements among them."""
+        _run("tc", *_LOSE, "dev", self._outside, *_EVERYTHING)
+
+    def lose_everything(self) -> None:
         """Lose every packet, both ways, without a word to either side."""
-        self._filter("drop")
+        self.lose_outgoing()
+        self.lose_incoming()
 
-    def drop_nothing(self) -> None:
+    def lose_nothing(self) -> None:
         """Let all packets through again."""
-        self._inside("nft", "delete", "table", "ip", "loss")
-
-    def _filter(self, rule: str) -> None:
-        chains = "".join(
-            f"chain {hook} {{ type filter hook {hook} priority 0; {rule}; }}\n"
-            for hook in ("input", "output")
-        )
-        _run("ip", "netns", "exec", self.name, "nft", f"table ip loss {{\n{chains}}}")
+        self._inside("tc", *_LOSE, "dev", "eth0", *_NOTHING)
+        _run("tc", *_LOSE, "dev", self._outside, *_NOTHING)
 
     def _inside(self, *command: str) -> None:
         _run(*self.wrapper, *command)

@@ -11,6 +11,7 @@ import pytest
 from tests.fakes.agent_process import FAST_WINDOWS, AgentProcess
 from tests.fakes.crowd import Crowd
 from tests.fakes.netns import NetNamespace, needs_root
+from tests.fakes.worker_process import WorkerProcess
 from tests.polling import poll_until
 
 T = 30.0
@@ -33,18 +34,30 @@ def test_half_open_connections_are_gone_within_twice_t_and_newcomers_register() 
         url = f"tcp://{network.host}:{agent.port}"
         assert agent.instances() == {}  # the HTTP server has opened what it needs
         baseline = descriptors(agent)
-        with Crowd(url, range(1, CROWD + 1), network.wrapper):
-            assert len(agent.instances()) == CROWD
-            assert descriptors(agent) >= baseline + CROWD
-            network.drop_everything()
+        with (
+            Crowd(url, range(1, CROWD + 1), network.wrapper),
+            WorkerProcess(url, CROWD + 1, network.wrapper) as asking,
+        ):
+            asking.ask("register")
+            assert len(agent.instances()) == CROWD + 1
+            assert descriptors(agent) >= baseline + CROWD + 1
+            lose_a_reply(agent, network, asking)
+            network.lose_everything()
             cut_at = time.monotonic()
 
             poll_until(lambda: not agent.instances(), 1.25 * T + 1)
             assert time.monotonic() - cut_at >= T - 5  # the crowd took a moment to register
             assert {reap["reason"] for reap in agent.reaps()} == {"heartbeat_timeout"}
-            assert len(agent.reaps()) == CROWD
+            assert len(agent.reaps()) == CROWD + 1
             left = cut_at + 2 * T - time.monotonic()
             poll_until(lambda: descriptors(agent) <= baseline, left)
-        network.drop_nothing()
+        network.lose_nothing()
         with Crowd(url, range(1001, 1001 + CROWD), network.wrapper):
             assert len(agent.instances()) == CROWD
+
+
+def lose_a_reply(agent: AgentProcess, network: NetNamespace, asking: WorkerProcess) -> None:
+    """Leave data unacknowledged: TCP then sends that again, and no keepalive probes."""
+    network.lose_incoming()
+    asking.tell("ping")
+    poll_until(lambda: agent.instances()[asking.instance_id]["has_liveness_signal"], 5)

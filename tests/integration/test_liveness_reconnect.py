@@ -104,11 +104,11 @@ def test_no_worker_is_reaped_while_its_syns_are_lost_for_six_seconds() -> None:
         pinging, _ = start_pinging_and_idle(
             stack, proxy.url, seconds, wrapper=tuple(network.wrapper)
         )
-        network.drop_new_connections()
+        network.lose_outgoing()
         proxy.cut()
         watch(agent, SYN_LOSS_SECONDS)
         assert proxy.connections() == 0
-        network.drop_nothing()
+        network.lose_nothing()
         idle_seen = watch(agent, seconds - SYN_LOSS_SECONDS + 1)
 
         assert idle_seen["held_by"] == "1 candidate connection(s)"

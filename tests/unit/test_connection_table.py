@@ -47,6 +47,7 @@ class Scene:
             is_routable=lambda routing_id: routing_id in self.routable,
             handshake_seconds=10,
             keepalive_silence_seconds=60,
+            half_open_seconds=120,
             on_change=self._changed,
             publish=self.published.append,
             now=lambda: self.time,

@@ -57,6 +57,7 @@ class ConnectionTable:
         is_routable: Callable[[RoutingId], bool],
         handshake_seconds: float,
         keepalive_silence_seconds: float,
+        half_open_seconds: float,
         on_change: Callable[[], None],
         publish: Publish,
         now: Now,
@@ -66,6 +67,7 @@ class ConnectionTable:
         self._is_routable = is_routable
         self._handshake_seconds = handshake_seconds
         self._keepalive_silence_seconds = keepalive_silence_seconds
+        self._half_open_seconds = half_open_seconds
         self._on_change = on_change
         self._publish = publish
         self._now = now
@@ -262,7 +264,7 @@ class ConnectionTable:
         os.close(pidfd)
 
     def tidy(self, *, all_read: bool) -> None:
-        """Forget closed connections once nothing of them can be unread any more.
+        """End half-open links; forget closed ones once nothing of them can be unread any more.
 
         Args:
             all_read: No message was left unread after the monitor was read.
@@ -278,6 +280,11 @@ class ConnectionTable:
         if now < self._next_tidy:
             return
         self._next_tidy = now + _TIDY_SECONDS
+        for copy in self._sockets.values():
+            copy.give_up_if_silent(self._half_open_seconds)
+        self._forget_closed(now)
+
+    def _forget_closed(self, now: float) -> None:
         kept = []
         for closed_at, connection in self._closed:
             if now - closed_at < _FORGET_CLOSED_SECONDS:

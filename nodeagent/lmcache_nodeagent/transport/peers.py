@@ -24,6 +24,7 @@ _LAST_ACK_RECEIVED_OFFSET = 8 + 12 * 4
 """struct tcp_info, include/uapi/linux/tcp.h: 8 bytes of flags, then u32s; this is the 13th."""
 
 _TCP_INFO_BYTES = 104
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 _PEER_CREDENTIALS = struct.Struct("3i")
 
 
@@ -106,6 +107,22 @@ class PeerSocket:
         if info[0] == _TCP_CLOSE and milliseconds / 1000 >= keepalive_silence_seconds:
             return CloseKind.TIMED_OUT
         return CloseKind.PEER
+
+    def give_up_if_silent(self, seconds: float) -> None:
+        """End a TCP connection over which nothing was acknowledged for so long, as ourselves.
+
+        Keepalive does this for idle connections only: while data waits for its acknowledgement, TCP
+        sends that again for a quarter of an hour. TCP_USER_TIMEOUT would also end the connection of
+        a living peer that does not read; this one still acknowledges our probes.
+        """
+        if self.socket.family == socket.AF_UNIX:
+            return
+        with contextlib.suppress(OSError):  # it has ended by itself
+            info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+            (milliseconds,) = struct.unpack_from("<I", info, _LAST_ACK_RECEIVED_OFFSET)
+            if info[0] == _TCP_ESTABLISHED and milliseconds / 1000 >= seconds:
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+                self.socket.shutdown(socket.SHUT_RD)  # libzmq reads the end, and closes
 
     def _unix_peer_left(self) -> bool:
         """Reading a Unix socket whose peer has closed gives the end or an error, never 'later'."""

@@ -51,6 +51,11 @@ class Keepalive:
         return cls(idle, interval, _KEEPALIVE_PROBES)
 
     @property
+    def total_seconds(self) -> float:
+        """A link over which nothing was acknowledged for this long is dead."""
+        return self.idle_seconds + self.interval_seconds * self.probes
+
+    @property
     def silence_seconds(self) -> float:
         """A living peer's last acknowledgement is never this old: one probe was not answered."""
         return self.idle_seconds + self.interval_seconds
@@ -66,6 +71,7 @@ class BoundSockets:
     ipc_path: str
     handshake_seconds: float
     keepalive_silence_seconds: float
+    half_open_seconds: float
 
     def close(self) -> None:
         """Close at once; replies that nobody reads are given half a second.
@@ -111,6 +117,7 @@ def bind_sockets(config: AgentConfig) -> BoundSockets:
         ipc_path=config.ipc_path,
         handshake_seconds=_HANDSHAKE_SECONDS,
         keepalive_silence_seconds=keepalive.silence_seconds,
+        half_open_seconds=keepalive.total_seconds,
     )
 
 
