@@ -7,6 +7,7 @@ environment. Ends with `N passed, N failed`, and with status 0 only if nothing f
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import subprocess
 import sys
@@ -194,11 +195,12 @@ def main() -> int:
         logs = (chosen.logs or Path(scratch)).resolve()
         logs.mkdir(parents=True, exist_ok=True)
         model = Path(scratch, "model")
-        subprocess.run([STOCK_PYTHON, MAKE_MODEL, model], check=True)
+        quiet = {**os.environ, "TQDM_DISABLE": "1"}
+        subprocess.run([STOCK_PYTHON, MAKE_MODEL, model], check=True, env=quiet)
         for transport in chosen.transport or ("tcp", "ipc"):
             try:
                 run_transport(transport, model, logs, report)
-            except (AssertionError, OSError) as error:
+            except (AssertionError, OSError) as error:  # vLLM or the agent ended, mostly
                 report.check(f"{transport} completed", ok=False, detail=str(error))
     print(f"{report.passed} passed, {len(report.failed)} failed")
     return 1 if report.failed else 0

@@ -43,6 +43,9 @@ _TOKENS = re.compile(
     r'^vllm:prompt_tokens_by_source_total\{[^}]*source="(\w+)"[^}]*\}\s+(\S+)$', re.MULTILINE
 )
 
+_SHARED_MEMORY = Path("/dev/shm")
+_SHARED_MAPPING = re.compile(rf"(\d+) +{_SHARED_MEMORY}/")
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -65,7 +68,7 @@ class VllmProcess:
     def __init__(self, model: Path, connector: Mapping[str, object], log: Path) -> None:
         self._port = _free_port()
         self._log = log
-        self._files: set[Path] = set()
+        self._inodes: set[int] = set()
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 self._command(model, connector),
@@ -128,22 +131,23 @@ class VllmProcess:
 
     def kill_group(self) -> None:
         """SIGKILL every process of it at once, as the kernel or a node does."""
-        self._note_files()
+        self._note_shared_memory()
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(STOP_SECONDS)
 
     def close(self) -> None:
         """End what still runs; remove the shared memory that killed processes left."""
         if self._process.poll() is None:
-            self._note_files()
+            self._note_shared_memory()
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):  # killed below, with its group
                 self._process.wait(STOP_SECONDS)
         with contextlib.suppress(ProcessLookupError):  # all gone
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(STOP_SECONDS)
-        for file in self._files:
-            file.unlink(missing_ok=True)
+        for file in _SHARED_MEMORY.iterdir():
+            if file.lstat().st_ino in self._inodes:
+                file.unlink(missing_ok=True)
 
     def log_tail(self, lines: int = 40) -> str:
         """Return the end of its log."""
@@ -177,7 +181,7 @@ class VllmProcess:
             self._http("/health")
         except OSError:
             return False
-        self._note_files()
+        self._note_shared_memory()
         return True
 
     def _http(self, path: str, body: object = None) -> str:
@@ -190,15 +194,15 @@ class VllmProcess:
             text: str = reply.read().decode()
         return text
 
-    def _note_files(self) -> None:
-        """Remember the shared memory that its processes have mapped."""
+    def _note_shared_memory(self) -> None:
+        """Remember what its processes have mapped, by inode: semaphores are renamed."""
         leader = psutil.Process(self._process.pid)
         for process in (leader, *leader.children(recursive=True)):
             try:
                 maps = Path(f"/proc/{process.pid}/maps").read_text()
             except OSError:
                 continue  # ended meanwhile
-            self._files.update(Path(name) for name in re.findall(r"/dev/shm/\S+", maps))
+            self._inodes.update(int(inode) for inode in _SHARED_MAPPING.findall(maps))
 
 
 def _free_port() -> int:
