@@ -1,8 +1,9 @@
 """Record what LMCache 0.5.6 stores and retrieves for the KV layouts that vLLM registers on CPU.
 
-Runs in an environment with the stock lmcache 0.5.6 and CPU PyTorch, not in the project's:
+Runs in the stock environment, which `make conformance` makes:
 
-    python tests/conformance/record_chunk_layouts.py > tests/unit/recorded/chunk_layouts.json
+    .venvs/stock/bin/python tests/conformance/record_chunk_layouts.py \\
+        > tests/unit/recorded/chunk_layouts.json
 
 Stock code wraps the tensors, plans the layout and copies; this script fills the memory, asks for
 one store and one retrieve per case, and writes the registration with digests of the objects and of

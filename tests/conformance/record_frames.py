@@ -1,10 +1,8 @@
 """Record the frames of stock LMCache clients and its stock server as test fixtures.
 
-Run it with the Python of an environment that has the recorded release installed (CPU only is
-enough; the project itself never imports it):
+Run it in the stock environment, which `make conformance` makes:
 
-    python -m venv stock && stock/bin/pip install lmcache==0.5.6
-    stock/bin/python tests/conformance/record_frames.py tests/fixtures/wire
+    .venvs/stock/bin/python tests/conformance/record_frames.py tests/fixtures/wire
 
 It starts the stock server on a free port, puts a recording proxy in front of it, runs the stock
 vLLM adapters through one session of each transfer mode, and writes one JSON file for each.

@@ -119,8 +119,7 @@ class Session:
         """SIGKILL of the whole process group: the agent releases all that it held, in time."""
         before = len(self._agent.instances())
         limit = RELEASE_SECONDS[self._transport]
-        self._vllm.kill_group()
-        killed = time.monotonic()
+        killed = self._vllm.kill_group()
         gone = _within(lambda: not self._agent.instances(), 3 * limit)
         seconds = time.monotonic() - killed
         reasons = ", ".join(sorted({reap["reason"] for reap in self._agent.reaps()}))

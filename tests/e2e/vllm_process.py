@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import subprocess
+import time
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -129,11 +130,13 @@ class VllmProcess:
         found = _TOKENS.findall(self._http("/metrics"))
         return {source: int(float(count)) for source, count in found}
 
-    def kill_group(self) -> None:
-        """SIGKILL every process of it at once, as the kernel or a node does."""
+    def kill_group(self) -> float:
+        """SIGKILL every process of it at once; return the monotonic time at which it did."""
         self._note_shared_memory()
+        killed = time.monotonic()
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(STOP_SECONDS)
+        return killed
 
     def close(self) -> None:
         """End what still runs; remove the shared memory that killed processes left."""
