@@ -1,8 +1,8 @@
-"""Record what LMCache 0.5.6 stores and retrieves for the KV layouts that vLLM registers on CPU.
+r"""Record what LMCache 0.5.6 stores and retrieves for the KV layouts that vLLM registers on CPU.
 
 Runs in the stock environment, which `make conformance` makes:
 
-    .venvs/stock/bin/python tests/conformance/record_chunk_layouts.py \\
+    .venvs/stock/bin/python tests/conformance/record_chunk_layouts.py \
         > tests/unit/recorded/chunk_layouts.json
 
 Stock code wraps the tensors, plans the layout and copies; this script fills the memory, asks for
