@@ -20,8 +20,9 @@ _SO_PEERPIDFD = 77
 
 _TCP_ESTABLISHED = 1
 _TCP_CLOSE = 7
+_UNACKNOWLEDGED_OFFSET = 8 + 4 * 4
 _LAST_ACK_RECEIVED_OFFSET = 8 + 12 * 4
-"""struct tcp_info, include/uapi/linux/tcp.h: 8 bytes of flags, then u32s; this is the 13th."""
+"""struct tcp_info, include/uapi/linux/tcp.h: 8 bytes of flags, then u32s; the 5th and the 13th."""
 
 _TCP_INFO_BYTES = 104
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
@@ -109,18 +110,21 @@ class PeerSocket:
         return CloseKind.PEER
 
     def give_up_if_silent(self, seconds: float) -> None:
-        """End a TCP connection over which nothing was acknowledged for so long, as ourselves.
+        """End a TCP connection whose data was not acknowledged for so long, as ourselves.
 
         Keepalive does this for idle connections only: while data waits for its acknowledgement, TCP
-        sends that again for a quarter of an hour. TCP_USER_TIMEOUT would also end the connection of
-        a living peer that does not read; this one still acknowledges our probes.
+        sends that again for a quarter of an hour. A peer that lives but does not read has nothing
+        unacknowledged: its window is closed, and TCP asks it ever more seldom. TCP_USER_TIMEOUT
+        would end that connection as well.
         """
         if self.socket.family == socket.AF_UNIX:
             return
         with contextlib.suppress(OSError):  # it has ended by itself
             info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+            (unacknowledged,) = struct.unpack_from("<I", info, _UNACKNOWLEDGED_OFFSET)
             (milliseconds,) = struct.unpack_from("<I", info, _LAST_ACK_RECEIVED_OFFSET)
-            if info[0] == _TCP_ESTABLISHED and milliseconds / 1000 >= seconds:
+            waits = info[0] == _TCP_ESTABLISHED and unacknowledged > 0
+            if waits and milliseconds / 1000 >= seconds:
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
                 self.socket.shutdown(socket.SHUT_RD)  # libzmq reads the end, and closes
 
