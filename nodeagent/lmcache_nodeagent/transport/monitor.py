@@ -37,7 +37,7 @@ class Disconnected:
 
 
 class SocketMonitor:
-    """Reads the monitor events of one socket in order. Thread: zmq-router.
+    """Reads the monitor events of one socket in order. Thread: zmq-router, once made.
 
     The queue is unbounded: libzmq blocks its I/O thread on a full one.
     """

@@ -18,7 +18,6 @@ import zmq
 from lmcache_nodeagent.events import ReplyDropped
 from lmcache_nodeagent.liveness.stalls import STALL_SECONDS
 from lmcache_nodeagent.transport.connections import SUSPECT_CHECK_SECONDS, ConnectionTable
-from lmcache_nodeagent.transport.monitor import SocketMonitor
 from lmcache_nodeagent.transport.sockets import RECEIVE_QUEUE_MESSAGES
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ class Router:
         self._publish = publish
         self._now = now
         self._receive: Callable[[Connection, Sequence[bytes]], None] = lambda _c, _f: None
-        self._monitor = SocketMonitor(sockets.context, self._socket)
+        self._monitor = sockets.monitor
         self._connections = ConnectionTable(
             monitor=self._monitor,
             ledger=ledger,

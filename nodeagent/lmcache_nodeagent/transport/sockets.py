@@ -15,6 +15,7 @@ import zmq
 
 from lmcache_nodeagent.config import bare_host
 from lmcache_nodeagent.errors import ConfigError
+from lmcache_nodeagent.transport.monitor import SocketMonitor
 
 if TYPE_CHECKING:
     from lmcache_nodeagent.config import AgentConfig
@@ -67,6 +68,8 @@ class BoundSockets:
 
     context: zmq.Context[zmq.Socket[bytes]]
     router: zmq.Socket[bytes]
+    monitor: SocketMonitor
+    """Attached before the port was bound: workers may connect long before the router runs."""
     port: int
     ipc_path: str
     handshake_seconds: float
@@ -96,6 +99,7 @@ def bind_sockets(config: AgentConfig) -> BoundSockets:
     router = context.socket(zmq.ROUTER)
     keepalive = Keepalive.for_reap_timeout(config.worker_reap_timeout_seconds)
     _set_options(router, config, keepalive)
+    monitor = SocketMonitor(context, router)
     try:
         router.bind(f"tcp://{_address(config.host)}:{config.port or '*'}")
         endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -103,6 +107,7 @@ def bind_sockets(config: AgentConfig) -> BoundSockets:
         if config.ipc_path:
             _bind_ipc(router, config.ipc_path)
     except (zmq.ZMQError, OSError) as error:
+        monitor.close()
         router.close()
         context.term()
         where = f"--host {config.host} --port {config.port}"
@@ -113,6 +118,7 @@ def bind_sockets(config: AgentConfig) -> BoundSockets:
     return BoundSockets(
         context=context,
         router=router,
+        monitor=monitor,
         port=port,
         ipc_path=config.ipc_path,
         handshake_seconds=_HANDSHAKE_SECONDS,
