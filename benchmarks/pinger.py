@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import zmq
 
@@ -24,8 +24,9 @@ _WARM_UP_SECONDS = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Pings:
-    """What one process of clients measured."""
+    """What one process of clients measured; `count` includes the warm-up."""
 
+    count: int
     per_second: float
     median_seconds: float
     p99_seconds: float
@@ -63,12 +64,13 @@ def _ping(sockets: list[zmq.Socket[bytes]], frames: Frames, seconds: float, paus
     latencies: list[float] = []
     begin = clock() + _WARM_UP_SECONDS
     end = begin + seconds
-    now = clock()
+    now, count = clock(), 0
     while now < end:
         for index, socket in enumerate(sockets):
             while socket.recv_multipart()[0] != frames[0]:
                 pass  # a probe of the agent, not an answer
             now = clock()
+            count += 1
             if now >= begin:
                 latencies.append(now - sent_at[index])
             if pause:
@@ -77,6 +79,7 @@ def _ping(sockets: list[zmq.Socket[bytes]], frames: Frames, seconds: float, paus
             socket.send_multipart(frames)
     latencies.sort()
     return Pings(
+        count=count,
         per_second=len(latencies) / (now - begin),
         median_seconds=statistics.median(latencies),
         p99_seconds=latencies[int(len(latencies) * 0.99)],
@@ -91,15 +94,7 @@ def _main() -> None:
         socket.setsockopt(zmq.RCVTIMEO, 20_000)
         socket.connect(url)
     pings = _ping(sockets, encode_request(0, "ping", (None,)), float(seconds), float(pause))
-    print(
-        json.dumps(
-            {
-                "per_second": pings.per_second,
-                "median_seconds": pings.median_seconds,
-                "p99_seconds": pings.p99_seconds,
-            }
-        )
-    )
+    print(json.dumps(asdict(pings)))
     context.destroy(linger=0)
 
 

@@ -40,6 +40,8 @@ ROWS = (
     Row("memory-used", "resident beside L1, after all transfers below", "MB"),
     Row("ping-1", "pings, 1 client", "1/s", higher_is_better=True),
     Row("ping-64", "pings, 64 clients", "1/s", higher_is_better=True),
+    Row("ping-1-cpu", "the server's processor time for each, 1 client", "us"),
+    Row("ping-64-cpu", "the server's processor time for each, 64 clients", "us"),
     *(Row(f"lookup-miss-{size}", f"lookup of {size} tokens, miss", "ms") for size in PROMPTS),
     *(Row(f"lookup-hit-{size}", f"lookup of {size} tokens, hit", "ms") for size in PROMPTS),
     Row("ping-beside-p50", "another's ping beside 128k lookups, median", "ms"),
@@ -122,10 +124,14 @@ Side = tuple[Server, Dealer]
 def _measure_pings(results: Results, servers: Sequence[Server]) -> None:
     seconds = 0.7 if results.quick else 2.0
     for key, clients in (("ping-1", 1), ("ping-64", 64)):
-        if results.wants(key):
-            for server in in_turns(servers, results.rounds):
-                pings = ping_from_outside(server.url, clients, seconds)
-                results.add(key, server.name, pings.per_second)
+        if not results.wants(key, f"{key}-cpu"):
+            continue
+        for server in in_turns(servers, results.rounds):
+            before = server.cpu_seconds()
+            pings = ping_from_outside(server.url, clients, seconds)
+            results.add(key, server.name, pings.per_second)
+            used = server.cpu_seconds() - before
+            results.add(f"{key}-cpu", server.name, used / pings.count * 1e6)
 
 
 def _measure_lookups(results: Results, sides: Sequence[Side]) -> None:

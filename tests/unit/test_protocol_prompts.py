@@ -108,7 +108,7 @@ def test_remembered_prompts_are_bounded() -> None:
     for seed in range(12):
         tokens = prompt(seed * 31, 16)
         memory.decode(key_frame(shortest(tokens), len(tokens)))
-    assert sum(len(kept.tokens) for kept in memory._prompts) <= 2**19
+    assert sum(len(kept.tokens) for kept in memory._prompts) <= 3 * 2**17
 
 
 @settings(max_examples=30, deadline=None)

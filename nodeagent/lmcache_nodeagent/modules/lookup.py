@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from lmcache_nodeagent.errors import MalformedRequest
@@ -26,6 +27,9 @@ MAX_READERS = 128
 """More read locks than this per object are cut down, as LMCache 0.5.6 does."""
 
 _PIN_ATTEMPTS = 3
+
+_HASH_BATCH = 32
+"""Chunks that are hashed before the store is asked for them."""
 
 AfterTransfers = Callable[[Callable[[], None]], None]
 """Runs a callback once every transfer that is queued or running now has finished."""
@@ -110,15 +114,14 @@ class LookupModule:
 
     def _hashes_up_to_a_miss(self, key: CacheKey, identities: Sequence[int]) -> list[bytes]:
         """Hash the prompt as far as the first rank has it, in any layout: no hit is longer."""
-        contains = self._store.contains
         hashes: list[bytes] = []
-        for chunk_hash in self._hasher.chain(key.token_ids, key.end):
-            candidates = (
-                object_keys(key, (chunk_hash,), 0, identity)[0] for identity in identities
-            )
-            if not any(map(contains, candidates)):
+        chain = self._hasher.chain(key.token_ids, key.end)
+        while batch := list(islice(chain, _HASH_BATCH)):
+            rows = (object_keys(key, batch, 0, identity) for identity in identities)
+            present = max(map(self._present, rows))
+            hashes += batch[:present]
+            if present < len(batch):
                 break
-            hashes.append(chunk_hash)
         return hashes
 
     def _longest_row(

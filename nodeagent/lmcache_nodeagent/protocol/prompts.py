@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import msgspec
 
@@ -21,19 +22,13 @@ LONG_KEY_BYTES = 32 * 2**10
 PIECE_TOKENS = 4096
 """Prompts are compared in pieces of this many tokens."""
 
-_REMEMBERED_TOKENS = 2**19
-"""All remembered prompts together: some 40 bytes for each token."""
+_REMEMBERED_TOKENS = 3 * 2**17
+"""All remembered prompts together: some 50 bytes for each token."""
+
+_OPENING_BYTES = 2**10
 
 _FIELD = msgspec.msgpack.encode("token_ids")
 _PIECE_HEADER_BYTES = 3  # an array16 header, as a piece has more than 15 tokens
-
-
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    """Tokens, and the encoded bytes of their full pieces in order."""
-
-    tokens: list[int]
-    pieces: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +38,33 @@ class _TokenArray:
     start: int
     first: int
     count: int
+
+
+class _Prompt:
+    """A prompt that was decoded. It is cut up only once another one opens like it."""
+
+    def __init__(self, frame: bytes, array: _TokenArray, tokens: list[int]) -> None:
+        self._frame = frame
+        self._array = array
+        self.tokens = tokens
+        self.opening = frame[array.first : array.first + _OPENING_BYTES]
+
+    @cached_property
+    def pieces(self) -> tuple[bytes, ...]:
+        """Encoded bytes of each full piece, as far as the frame has the shortest encoding.
+
+        Only then do equal bytes mean equally many tokens, and clients send no other.
+        """
+        pieces: list[bytes] = []
+        offset = self._array.first
+        for begin in range(0, len(self.tokens) - PIECE_TOKENS + 1, PIECE_TOKENS):
+            encoded = msgspec.msgpack.encode(self.tokens[begin : begin + PIECE_TOKENS])
+            piece = encoded[_PIECE_HEADER_BYTES:]
+            if not self._frame.startswith(piece, offset):
+                break
+            pieces.append(piece)
+            offset += len(piece)
+        return tuple(pieces)
 
 
 class PromptMemory:
@@ -85,6 +107,8 @@ class PromptMemory:
         longest: list[int] = []
         end = array.first
         for prompt in self._prompts:
+            if not frame.startswith(prompt.opening, array.first):
+                continue
             offset, tokens = array.first, 0
             for piece in prompt.pieces:
                 if tokens + PIECE_TOKENS > array.count or not frame.startswith(piece, offset):
@@ -96,17 +120,7 @@ class PromptMemory:
         return longest, end
 
     def _remember(self, frame: bytes, array: _TokenArray, tokens: list[int]) -> None:
-        """Keep the pieces whose encoding in the frame is the shortest one, as clients' is."""
-        pieces: list[bytes] = []
-        offset = array.first
-        for begin in range(0, len(tokens) - PIECE_TOKENS + 1, PIECE_TOKENS):
-            encoded = msgspec.msgpack.encode(tokens[begin : begin + PIECE_TOKENS])
-            piece = encoded[_PIECE_HEADER_BYTES:]
-            if not frame.startswith(piece, offset):
-                break
-            pieces.append(piece)
-            offset += len(piece)
-        kept = [_Prompt(tokens, tuple(pieces))]
+        kept = [_Prompt(frame, array, tokens)]
         room = _REMEMBERED_TOKENS - len(tokens)
         for prompt in self._prompts:
             room -= len(prompt.tokens)
