@@ -89,7 +89,7 @@ class Results:
     def _cell(self, row: Row, server: str) -> str:
         median = self.median(row.key, server)
         if median is None:
-            return "not offered" if (row.key, server) in self.impossible else "not measured"
+            return "see below" if (row.key, server) in self.impossible else "not measured"
         samples = self.samples[row.key, server]
         return f"{_figure(median)} ({_figure(min(samples))}-{_figure(max(samples))})"
 
