@@ -15,6 +15,9 @@ STOCK := .venvs/stock
 STOCK_LMCACHE := $(STOCK)/.lmcache-up-to-date
 STOCK_VLLM := $(STOCK)/.vllm-up-to-date
 STOCK_LOCKS := tests/conformance/requirements
+# Unit tests compute; most integration tests wait for a window to pass, and so go many at a time.
+COMPUTE := --numprocesses auto --dist worksteal
+WAIT := --numprocesses 6 --dist worksteal
 SOURCES := nodeagent operator tests demo docs $(wildcard benchmarks)
 
 COMPILE := uv pip compile --no-config --quiet --universal --python-version 3.11 --generate-hashes \
@@ -65,18 +68,19 @@ fmt: $(READY) ## Format the code and apply the safe fixes of the linter
 .PHONY: test
 test: $(READY) ## Unit and integration tests with the coverage gates
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest $(PARALLEL) tests/unit tests/integration
+	$(BIN)/coverage run -m pytest $(COMPUTE) tests/unit
+	$(BIN)/coverage run -m pytest $(WAIT) tests/integration
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --fail-under=95
 	$(BIN)/coverage report --fail-under=100 --include='*/protocol/*,*/liveness/*'
 
 .PHONY: unit
 unit: $(READY) ## Unit tests: no sockets, threads or sleeps
-	$(BIN)/pytest tests/unit
+	$(BIN)/pytest $(COMPUTE) tests/unit
 
 .PHONY: integration
 integration: $(READY) ## Integration tests: the real agent as a process, real clients
-	$(BIN)/pytest $(PARALLEL) tests/integration
+	$(BIN)/pytest $(WAIT) tests/integration
 
 .PHONY: conformance
 conformance: $(READY) $(STOCK_LMCACHE) ## Stock LMCache adapters drive the agent (4 GB the first time)

@@ -75,7 +75,7 @@ class App:
         self._stop_requests: SimpleQueue[None] = SimpleQueue()  # an Event is not safe in a signal
         _raise_descriptor_limit()
         self._metrics = Metrics([self._reading])
-        self._bus = EventBus([LogSubscriber(monotonic), self._metrics])
+        self._bus = EventBus([LogSubscriber(monotonic), self._metrics], when_full=self._metrics)
         with contextlib.ExitStack() as undo:
             sockets = bind_sockets(config)
             undo.callback(sockets.close)

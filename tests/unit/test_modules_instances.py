@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from lmcache_nodeagent.errors import LayoutError, NotRegistered, NotTheSpeaker, StillReleasing
+from lmcache_nodeagent.errors import (
+    LayoutError,
+    MalformedRequest,
+    NotRegistered,
+    NotTheSpeaker,
+    StillReleasing,
+)
 from lmcache_nodeagent.events import InstanceRegistered, InstanceUnregistered
 from lmcache_nodeagent.liveness.entry import Speaker
 from lmcache_nodeagent.modules.calls import Pending
@@ -265,3 +271,14 @@ def test_visitors_see_every_entry() -> None:
     seen = list[int]()
     bench.transfer.visit_entries(lambda entry: seen.append(entry.instance_id))
     assert seen == [1, 2]
+
+
+def test_a_world_that_no_lookup_could_name_is_refused_before_anything_is_mapped() -> None:
+    """Object keys have eight bits for a rank: served at registration, it would never be found."""
+    bench = ModuleBench()
+    engine = Engine(bench)
+    opened = bench.opener.counts.opened
+    engine.world = 256
+    with pytest.raises(MalformedRequest, match="255"):
+        engine.register()
+    assert bench.opener.counts.opened == opened

@@ -38,6 +38,18 @@ def test_a_full_bus_drops_and_counts() -> None:
     assert (seen, bus.dropped) == ([ONE], 2)
 
 
+def test_what_does_not_fit_still_reaches_the_one_who_counts() -> None:
+    """A flood of bad messages must not hide how many there were."""
+    counted: list[Event] = []
+    bus = EventBus([counted.append], capacity=1, when_full=counted.append)
+    for event in (ONE, TWO, TWO):
+        bus.publish(event)
+    assert counted == [TWO, TWO]
+    bus.stop()
+    bus.run()
+    assert counted == [TWO, TWO, ONE]
+
+
 def test_a_subscriber_that_raises_is_logged_and_counted_and_the_others_are_told() -> None:
     """One broken observer takes neither the others nor the bus down."""
     seen: list[Event] = []

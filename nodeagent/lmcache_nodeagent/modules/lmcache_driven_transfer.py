@@ -13,6 +13,7 @@ from lmcache_nodeagent.modules.calls import Pending
 from lmcache_nodeagent.modules.context_entry import ContextEntry, Registration
 from lmcache_nodeagent.modules.context_table import ContextTable
 from lmcache_nodeagent.modules.layouts import layout_id
+from lmcache_nodeagent.storage.objects import kv_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -96,10 +97,12 @@ class LMCacheDrivenTransferModule(InstanceLivenessTarget):
         The same content again only refreshes; other content replaces the old context as a whole.
 
         Raises:
+            MalformedRequest: a world size beyond what object keys can name.
             LayoutError: tensors that cannot be mapped or moved.
             NotTheSpeaker: another peer holds the id.
             StillReleasing: the id or the memory is still being released; the client tries again.
         """
+        kv_rank(world_size, 0)  # raises for a world that no lookup could name
         self._table.refuse_leaving(instance_id)
         registration = Registration(
             instance_id, tensors, model, world_size, engine_type, hints, groups

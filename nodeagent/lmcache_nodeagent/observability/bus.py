@@ -29,8 +29,22 @@ class EventBus:
     Threads: `publish`, `stop` and the counts from any; `run` on the thread `events`.
     """
 
-    def __init__(self, subscribers: Sequence[Subscriber], capacity: int = CAPACITY) -> None:
+    def __init__(
+        self,
+        subscribers: Sequence[Subscriber],
+        capacity: int = CAPACITY,
+        when_full: Subscriber | None = None,
+    ) -> None:
+        """Make a bus.
+
+        Args:
+            subscribers: Told about every event that fits.
+            capacity: Events that may wait.
+            when_full: The one subscriber that is told about the others as well, by whoever
+                publishes them: it must be thread-safe and quick.
+        """
         self._subscribers = tuple(subscribers)
+        self._when_full = when_full
         self._queue: queue.Queue[Event | None] = queue.Queue(capacity)  # None wakes `run` to stop
         self._stopping = Flag()
         self._lock = Lock()  # guards: _dropped, _failures
@@ -50,12 +64,14 @@ class EventBus:
             return self._failures
 
     def publish(self, event: Event) -> None:
-        """Hand over an event without waiting; a full bus drops and counts it."""
+        """Hand over an event without waiting; a full bus drops it for all but `when_full`."""
         try:
             self._queue.put_nowait(event)
         except queue.Full:
             with self._lock:
                 self._dropped += 1
+            if self._when_full is not None:
+                self._tell_one(self._when_full, event)
 
     def run(self) -> None:
         """Tell the subscribers about every event, in order, until stopped and drained."""
@@ -80,9 +96,12 @@ class EventBus:
 
     def _tell(self, event: Event) -> None:
         for subscriber in self._subscribers:
-            try:
-                subscriber(event)
-            except Exception:  # noqa: BLE001 - one of the three boundaries
-                with self._lock:
-                    self._failures += 1
-                _log.exception("event_subscriber_failed", published=type(event).__name__)
+            self._tell_one(subscriber, event)
+
+    def _tell_one(self, subscriber: Subscriber, event: Event) -> None:
+        try:
+            subscriber(event)
+        except Exception:  # noqa: BLE001 - one of the three boundaries
+            with self._lock:
+                self._failures += 1
+            _log.exception("event_subscriber_failed", published=type(event).__name__)

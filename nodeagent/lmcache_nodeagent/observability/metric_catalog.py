@@ -213,7 +213,7 @@ L1_EVICTED_TOTAL = Sampled("l1_evicted_total", "Objects that gave way to others.
 L1_REFUSED_TOTAL = Sampled("l1_refused_total", "Reservations that did not fit.", kind="counter")
 EVENTS_DROPPED_TOTAL = Sampled(
     "events_dropped_total",
-    "Events that the full bus dropped; logs and counters lack them.",
+    "Events that the full bus dropped; the log lacks them, the counters have them.",
     kind="counter",
 )
 EVENT_FAILURES_TOTAL = Sampled(

@@ -28,7 +28,7 @@ Source = Callable[[], Reading]
 class Metrics:
     """A registry of its own, so that several agents can live in one process.
 
-    Threads: `__call__` on `events`, `text` on any.
+    Threads: any; `__call__` mostly on `events`.
     """
 
     def __init__(self, sources: Sequence[Source] = ()) -> None:

@@ -53,10 +53,15 @@ class PeerSocket:
 
     @classmethod
     def duplicate(cls, descriptor: int) -> PeerSocket | None:
-        """Duplicate libzmq's descriptor; None if it is closed by now."""
+        """Duplicate libzmq's descriptor; None if it is closed by now, or something else's."""
         try:
-            copy = socket.socket(fileno=os.dup(descriptor))
+            copied = os.dup(descriptor)
         except OSError:
+            return None
+        try:
+            copy = socket.socket(fileno=copied)
+        except OSError:  # libzmq closed it, and another thread's file has the number now
+            os.close(copied)
             return None
         peer = cls(copy)
         if copy.family == socket.AF_UNIX:
