@@ -39,7 +39,7 @@ def _copy(end: socket.socket) -> PeerSocket:
 
 
 def test_a_descriptor_that_is_closed_or_anything_but_a_socket_is_refused(tmp_path: Path) -> None:
-    """By the time it is copied, libzmq may have closed it and another thread's file may have its number: none may leak."""
+    """By now libzmq may have closed it, and a file may have its number: nothing leaks."""
     before = len(list(Path("/proc/self/fd").iterdir()))
     with (tmp_path / "file").open("w") as file:
         number = file.fileno()
