@@ -1,4 +1,4 @@
-"""Write the references that derive from the code; with `--check`, only compare.
+"""Write the references and the CRD, which derive from the code; with `--check`, only compare.
 
 `make generate` and `make verify` run it.
 """
@@ -10,6 +10,9 @@ import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from lmcache_nodeagent.config import OPTIONS
 from lmcache_nodeagent.config_flags import Group, Option, value_text
@@ -21,8 +24,9 @@ from lmcache_nodeagent.observability.metric_catalog import (
     Counted,
     Sampled,
 )
+from lmcache_operator.api.crd import GROUP, KIND, PLURAL, VERSION, definition, root_schema
 
-_FOLDER = Path(__file__).parent
+_ROOT = Path(__file__).parents[1]
 _NOTICE = "<!-- Written by `make generate`; change the code instead. -->"
 
 _CONFIGURATION = f"""\
@@ -57,20 +61,40 @@ No label carries an instance id, a request id or a peer.
 """
 
 
+_CRD = f"""\
+{_NOTICE}
+
+# {KIND}
+
+`apiVersion: {GROUP}/{VERSION}`, `kind: {KIND}`, short name `lmcs`, namespaced.
+`kubectl explain lmcs.spec` says the same. Only `spec.cache.size` is required. Durations are whole
+seconds. A rule that a spec breaks is answered with the figure given, the figure needed and a fix.
+"""
+
+_YAML_WIDTH = 100
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Write or check every reference; return the exit status."""
+    """Write or check every file; return the exit status."""
     check_only = "--check" in arguments
     stale = 0
-    for name, text in {"configuration.md": configuration(), "metrics.md": metrics()}.items():
-        path = _FOLDER / name
+    files = {
+        "docs/configuration.md": configuration(),
+        "docs/metrics.md": metrics(),
+        "docs/crd.md": crd_reference(),
+        f"crds/{PLURAL}.{GROUP}.yaml": crd_manifest(),
+    }
+    for name, text in files.items():
+        path = _ROOT / name
         written = path.read_text() if path.exists() else ""
         if check_only and text != written:
             stale += 1
             lines = difflib.unified_diff(
-                written.splitlines(), text.splitlines(), f"docs/{name}", "generated", lineterm=""
+                written.splitlines(), text.splitlines(), name, "generated", lineterm=""
             )
             print("\n".join(lines), file=sys.stderr)
         elif not check_only:
+            path.parent.mkdir(exist_ok=True)
             path.write_text(text)
     if stale:
         print("out of date: run `make generate` and commit the result", file=sys.stderr)
@@ -97,6 +121,64 @@ def metrics() -> str:
         for metric in catalog
     ]
     return f"{_METRICS}\n{_table(['metric', 'type', 'labels', 'meaning'], rows)}"
+
+
+def crd_manifest() -> str:
+    """Return the CustomResourceDefinition as a file to apply."""
+    head = "# Written by `make generate`; change lmcache_operator/api instead.\n"
+    return head + yaml.safe_dump(
+        definition(), sort_keys=False, width=_YAML_WIDTH, allow_unicode=True
+    )
+
+
+def crd_reference() -> str:
+    """Return the reference of every field of the API, objects before what is in them."""
+    root = root_schema()["properties"]
+    parts = [_CRD]
+    for name, schema in (("spec", root["spec"]), ("status", root["status"])):
+        for path, found in _objects(name, schema):
+            fields = found["properties"].items()
+            rows = [_field_row(path, field, part, found) for field, part in fields]
+            parts.append(f"\n## {path}\n\n{found['description']}\n\n")
+            parts.append(_table(["field", "type", "meaning"], rows))
+            if sentences := [_sentence(rule) for rule in found.get("x-kubernetes-validations", ())]:
+                parts.append("\nRules:\n\n" + "".join(f"- {each}\n" for each in sentences))
+    return "".join(parts)
+
+
+def _objects(path: str, schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield a schema with properties and all those below it, each with its path."""
+    if "properties" not in schema:
+        return
+    yield path, schema
+    for name, part in schema["properties"].items():
+        yield from _objects(f"{path}.{name}", part)
+        yield from _objects(f"{path}.{name}[]", part.get("items", {}))
+
+
+def _field_row(path: str, name: str, schema: dict[str, Any], parent: dict[str, Any]) -> list[str]:
+    kind = schema.get("type", "integer or string")
+    words = [schema["description"]]
+    anchor = f"#{path}.{name}".lower().replace(".", "").replace("[]", "")
+    if "properties" in schema:
+        kind = f"[object]({anchor})"
+    elif kind == "array" and "properties" in schema["items"]:
+        kind = f"list of [objects]({anchor})"
+    elif kind == "array":
+        kind = f"list of {schema['items']['type']}s"
+    elif "additionalProperties" in schema:
+        kind = "map of strings"
+    elif "enum" in schema:
+        kind = " or ".join(f"`{value}`" for value in schema["enum"])
+    if "properties" not in schema:  # an object's rules stand in its own section
+        rules = schema.get("x-kubernetes-validations", ())
+        words += [f"Rule: {_sentence(rule)}." for rule in rules]
+    required = ", required" if name in parent.get("required", ()) else ""
+    return [f"`{name}`", kind + required, " ".join(words)]
+
+
+def _sentence(rule: dict[str, Any]) -> str:
+    return str(rule["message"])
 
 
 def _option_row(option: Option) -> list[str]:

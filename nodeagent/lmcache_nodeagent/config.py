@@ -14,6 +14,8 @@ from lmcache_nodeagent.config_flags import Bounds, Flag, Group, Option, options_
 from lmcache_nodeagent.config_rules import listener_problems, window_problems
 from lmcache_nodeagent.errors import ConfigError
 
+__all__ = ["OPTIONS", "AgentConfig", "ConfigError", "bare_host"]  # the operator takes all from here
+
 _GIB = 1 << 30
 _PORTS = Bounds(0, 65_535)
 _THREADS = Bounds(1, 256)

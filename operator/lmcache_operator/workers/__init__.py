@@ -1,0 +1,1 @@
+"""Worker pods: what they are, and when their end is proven."""

@@ -1,0 +1,102 @@
+"""A stored spec becomes the agent's configuration and arguments; what cannot be is explained."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from lmcache_nodeagent.config import OPTIONS, AgentConfig
+from lmcache_nodeagent.config_parsing import parse_config
+from lmcache_operator.api.rules import OWNED_FLAGS
+from lmcache_operator.errors import SpecError
+from lmcache_operator.spec import agent_arguments, agent_config, read_spec
+from tests.cluster.specs.row import Judge, Row
+from tests.cluster.specs.table import ROWS
+
+UID = "0b0f7c9e-6c1f-4f4e-8a55-2f8f6e9f3c11"
+
+
+def ids(row: Row) -> str:
+    """Name a test by its row."""
+    return row.label
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.accepted], ids=ids)
+def test_an_accepted_spec_gives_arguments_that_the_agent_takes(row: Row) -> None:
+    """The agent reads from its command line the configuration that the operator meant."""
+    spec = read_spec(row.spec)
+    given = [*agent_arguments(spec, uid=UID)]
+    theirs = parse_config(given, {})
+    meant = agent_config(spec, uid=UID)
+    for option in OPTIONS:
+        if option.flag_name in OWNED_FLAGS:
+            assert getattr(theirs, option.field_name) == getattr(meant, option.field_name)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.judge is Judge.AGENT], ids=ids)
+def test_the_agent_refuses_the_figures_that_the_crd_refuses(row: Row) -> None:
+    """Both name the same figures, each in its own words."""
+    spec = read_spec(row.spec)
+    with pytest.raises(SpecError) as caught:
+        agent_config(spec, uid=UID)
+    if "cache" in row.label or row.spec["cache"] != {"size": "1Gi"}:
+        return  # bytes and per cent here, GiB and shares there
+    said = set(re.findall(r"\d+", " ".join(caught.value.problems)))
+    assert set(re.findall(r"\d+", row.sentence)) <= said
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.judge is Judge.READER], ids=ids)
+def test_a_spec_of_the_wrong_shape_is_explained(row: Row) -> None:
+    """One stored under an older definition gives a condition, not a crash."""
+    with pytest.raises(SpecError, match=r"^spec.*: correct it or leave it out$"):
+        read_spec(row.spec)
+
+
+def test_defaults_are_the_agents_own() -> None:
+    """A flag that a field sets has the same default in both, but for what being a pod changes."""
+    spec = read_spec({"cache": {"size": "1Gi"}})
+    ours, theirs = agent_config(spec, uid=UID), AgentConfig(l1_size_gb=1)
+    differing = {
+        option.field_name
+        for option in OPTIONS
+        if getattr(ours, option.field_name) != getattr(theirs, option.field_name)
+    }
+    assert differing == {"host", "http_host", "log_format"}
+
+
+def test_every_owned_flag_is_written_out() -> None:
+    """So that no variable of the pod and no later default changes what the spec says."""
+    spec = read_spec({"cache": {"size": "4G"}, "server": {"maxCPUWorkers": 1, "maxGPUWorkers": 3}})
+    written = {argument.partition("=")[0] for argument in agent_arguments(spec, uid=UID)}
+    assert written == OWNED_FLAGS.keys() - {"--reap-idle-connected"}
+
+
+def test_owned_flags_exist() -> None:
+    """A flag that is renamed in the agent is renamed in the rule that guards it."""
+    known = {option.flag_name for option in OPTIONS}
+    assert OWNED_FLAGS.keys() - known == {"--no-reap-idle-connected"}
+
+
+def test_a_size_is_exact_to_the_byte() -> None:
+    """Through GiB and text and back nothing is lost."""
+    for size, meant in [
+        ("4G", 4_000_000_000),
+        ("1288490188800m", 1_288_490_189),
+        (2**49 + 1, 2**49 + 1),
+    ]:
+        spec = read_spec({"cache": {"size": size}})
+        assert parse_config(agent_arguments(spec, uid=UID), {}).l1_size_bytes == meant
+
+
+def test_memory_sharing_names_the_region_by_the_objects_uid() -> None:
+    """Two servers on a node share /dev/shm and must not meet."""
+    spec = read_spec({"cache": {"size": "1Gi"}, "transport": {"memorySharing": "HostShm"}})
+    assert agent_config(spec, uid=UID).shm_name == UID
+
+
+def test_further_arguments_come_last() -> None:
+    """They are the user's, in their order."""
+    extra = ["--session-ttl-seconds", "60"]
+    spec = read_spec({"cache": {"size": "1Gi"}, "server": {"extraArgs": extra}})
+    assert agent_arguments(spec, uid=UID)[-2:] == extra
