@@ -1,0 +1,201 @@
+"""From a pod's state to evidence about the engine workers in it. Pure.
+
+*Proof* is the kubelet's own word: a container's run has ended. Everything else that looks like an
+end is a *hint*, which the agent needs silence to believe. Readiness, deletion marks and phase
+Unknown say nothing: a process runs on through all of them. The same state gives the same evidence
+each time; agents take repeats without harm.
+
+What an agent knows better is left to it: a worker that is heard, or whose connection is open,
+contradicts a proof, and the agent then treats it as a hint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from lmcache_operator.workers.pod import Container, Pod, Termination
+
+LATE_REGISTRATION_SECONDS = 2.0
+"""A registration this much after a run's end is of another run; kubelets round times down."""
+
+
+class Trigger(StrEnum):
+    """What was seen, as agents, Events and metrics name it."""
+
+    CONTAINER_TERMINATED = "container_terminated"
+    POD_TERMINATED = "pod_terminated"
+    ENDED_UNREPORTED = "ended_unreported"
+    POD_GONE = "pod_gone"
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """A registered instance that is mapped to a pod.
+
+    Attributes:
+        instance_id: the engine's number for it.
+        pod_uid: the pod it runs in.
+        container: the container it runs in; `None` if that is not known.
+        registered_at: seconds since 1970 by its node's clock, which is also the kubelet's.
+    """
+
+    instance_id: int
+    pod_uid: str
+    container: str | None
+    registered_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """One piece of evidence about one instance.
+
+    Attributes:
+        run: the runtime's id of the run that ended, empty if not known.
+        proof: the kubelet's own word; otherwise a hint.
+        observed_at: seconds since 1970 by the operator's clock.
+        finished_at: when the run ended by the kubelet's clock, `None` if not known.
+        contradicted: it would be proof, but the instance registered after that end.
+    """
+
+    instance_id: int
+    pod_uid: str
+    container: str | None
+    run: str
+    trigger: Trigger
+    proof: bool
+    observed_at: float
+    finished_at: float | None = None
+    contradicted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """The end of an instance's run, as the kubelet reported it."""
+
+    run: str
+    finished_at: float
+
+
+def evidence_of_state(
+    pod: Pod, instances: Iterable[Instance], *, observed_at: float
+) -> list[Evidence]:
+    """Return what a pod's present state says about the instances in it."""
+    found = (_judge(pod, instance, observed_at) for instance in instances)
+    return [evidence for evidence in found if evidence is not None]
+
+
+def evidence_of_absence(
+    last_seen: Pod, live: Pod | None, instances: Iterable[Instance], *, observed_at: float
+) -> list[Evidence] | None:
+    """Return what it says that a pod is missing from a complete list, or was reported as deleted.
+
+    Args:
+        last_seen: the pod as it was last seen.
+        live: what a read by its name returned after that; `None` if there is no such pod.
+        instances: those mapped to the pod.
+        observed_at: seconds since 1970.
+
+    Returns:
+        The evidence; `None` if the pod only left the selection, so that its mapping is dropped.
+    """
+    if live is not None and live.uid == last_seen.uid:
+        if not live.is_terminal:
+            return None
+        return evidence_of_state(live, instances, observed_at=observed_at)
+    return [
+        _judge(last_seen, instance, observed_at) or _hint(instance, Trigger.POD_GONE, observed_at)
+        for instance in instances
+    ]
+
+
+def is_proven_ended(pod: Pod) -> bool:
+    """Tell whether the kubelet has reported the end of everything in a pod."""
+    return (
+        pod.is_terminal
+        and not pod.garbage_collected
+        and all(_reported_end(pod, name) for name in pod.lasting_containers)
+    )
+
+
+def _judge(pod: Pod, instance: Instance, observed_at: float) -> Evidence | None:
+    proven = is_proven_ended(pod)
+    if instance.container is None:
+        if proven:
+            return _proof(instance, Trigger.POD_TERMINATED, _last_end(pod), observed_at)
+    elif end := _end_of_run(pod.containers.get(instance.container), instance.registered_at):
+        trigger = Trigger.POD_TERMINATED if proven else Trigger.CONTAINER_TERMINATED
+        return _proof(instance, trigger, end, observed_at)
+    if pod.is_terminal or _status_lost(pod, instance.container):
+        return _hint(instance, Trigger.ENDED_UNREPORTED, observed_at)
+    return None
+
+
+def _end_of_run(container: Container | None, registered_at: float) -> _End | None:
+    """Find the end of the run that a registration belongs to, or of a later run."""
+    if container is None:
+        return None
+    since = container.running_since
+    if since is None:
+        return _end_among((container.ended_before, container.ended), registered_at)
+    if registered_at >= since:
+        return None  # of the run that goes on
+    # A newer run is proof by itself: the kubelet starts it only after the end of the other.
+    return _end_among((container.ended_before,), registered_at) or _End("", since)
+
+
+def _end_among(runs: tuple[Termination | None, ...], registered_at: float) -> _End | None:
+    """Pick the last run that began by a moment, or the earliest; only if its end is reported."""
+    known = [run for run in runs if run is not None]
+    begun = [run for run in known if run.started_at is None or run.started_at <= registered_at]
+    run = next(iter([*reversed(begun), *known]), None)
+    if run is None or not run.reported or run.finished_at is None:
+        return None
+    return _End(run.container_id, run.finished_at)
+
+
+def _reported_end(pod: Pod, name: str) -> Termination | None:
+    container = pod.containers.get(name)
+    ended = container.ended if container else None
+    return ended if ended is not None and ended.reported else None
+
+
+def _last_end(pod: Pod) -> _End:
+    """Return the end of a pod all of whose containers have ended."""
+    ends = [_reported_end(pod, name) for name in pod.lasting_containers]
+    return _End("", max(end.finished_at for end in ends if end and end.finished_at is not None))
+
+
+def _status_lost(pod: Pod, name: str | None) -> bool:
+    """Tell whether the kubelet found a container ended without knowing how."""
+    container = pod.containers.get(name) if name is not None else None
+    ended = container.ended if container else None
+    return ended is not None and not ended.reported
+
+
+def _proof(instance: Instance, trigger: Trigger, end: _End, observed_at: float) -> Evidence:
+    contradicted = instance.registered_at > end.finished_at + LATE_REGISTRATION_SECONDS
+    return Evidence(
+        instance_id=instance.instance_id,
+        pod_uid=instance.pod_uid,
+        container=instance.container,
+        run=end.run,
+        trigger=trigger,
+        proof=not contradicted,
+        observed_at=observed_at,
+        finished_at=end.finished_at,
+        contradicted=contradicted,
+    )
+
+
+def _hint(instance: Instance, trigger: Trigger, observed_at: float) -> Evidence:
+    return Evidence(
+        instance_id=instance.instance_id,
+        pod_uid=instance.pod_uid,
+        container=instance.container,
+        run="",
+        trigger=trigger,
+        proof=False,
+        observed_at=observed_at,
+    )

@@ -1,0 +1,127 @@
+"""Which pod an instance runs in. Pure.
+
+An address alone does not identify a pod: finished pods keep showing theirs while a new pod uses it,
+and all hostNetwork pods of a node share one. Wherever more than one answer is possible there is
+none, and the instance is judged by its silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from lmcache_operator.workers.pod import Pod, normal_address
+
+
+class Unmapped(StrEnum):
+    """Why an instance has no pod; a metric's label."""
+
+    NO_ADDRESS = "no_address"
+    NOBODY = "nobody"
+    SEVERAL = "several"
+    REGISTERED_EARLIER = "registered_earlier"
+    CLAIM_UNKNOWN = "claim_unknown"
+    CLAIM_DISPUTED = "claim_disputed"
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What an agent knows of an instance's origin.
+
+    Attributes:
+        node: where the agent runs.
+        peer: IP address of the connection, empty over a Unix socket.
+        registered_at: seconds since 1970 by the node's clock.
+        claimed_uid: pod uid that the worker sent, empty if it sent none.
+    """
+
+    node: str
+    peer: str
+    registered_at: float
+    claimed_uid: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """Where an instance runs. `container` is `None` if the pod has several and none is named.
+
+    `run` is the runtime's id of the container's run, empty if it is not the present one.
+    """
+
+    pod_uid: str
+    container: str | None
+    run: str
+
+
+def map_instance(
+    registration: Registration, pods: Iterable[Pod], *, container_name: str | None = None
+) -> Mapping | Unmapped:
+    """Find the pod of an instance among the pods of its node.
+
+    Args:
+        registration: the instance's origin.
+        pods: worker pods; those of other nodes are left aside.
+        container_name: the engine's container by `spec.workers.containerName`.
+    """
+    here = [pod for pod in pods if pod.node == registration.node]
+    if registration.claimed_uid:
+        found = _claimed(registration, here)
+    else:
+        found = _by_address(registration, here)
+    if isinstance(found, Unmapped):
+        return found
+    container = _container_of(found, container_name)
+    return Mapping(found.uid, container, _present_run(found, container, registration.registered_at))
+
+
+def _claimed(registration: Registration, pods: list[Pod]) -> Pod | Unmapped:
+    """Take a worker's word for its pod if the address confirms it."""
+    claimed = next((pod for pod in pods if pod.uid == registration.claimed_uid), None)
+    if claimed is None:
+        return Unmapped.CLAIM_UNKNOWN
+    if not registration.peer or normal_address(registration.peer) not in claimed.addresses:
+        return Unmapped.CLAIM_DISPUTED
+    return claimed
+
+
+def _by_address(registration: Registration, pods: list[Pod]) -> Pod | Unmapped:
+    if not registration.peer:
+        return Unmapped.NO_ADDRESS
+    peer = normal_address(registration.peer)
+    owners = [
+        pod
+        for pod in pods
+        if pod.phase == "Running" and not pod.host_network and peer in pod.addresses
+    ]
+    if not owners:
+        return Unmapped.NOBODY
+    if len(owners) > 1:
+        return Unmapped.SEVERAL
+    owner = owners[0]
+    if (began := _first_known_start(owner)) is None or registration.registered_at < began:
+        return Unmapped.REGISTERED_EARLIER
+    return owner
+
+
+def _first_known_start(pod: Pod) -> float | None:
+    """Return the earliest start of a run that the kubelet still reports."""
+    starts: list[float] = []
+    for container in pod.containers.values():
+        ends = (container.ended, container.ended_before)
+        known = [container.running_since, *(end.started_at for end in ends if end is not None)]
+        starts += [start for start in known if start is not None]
+    return min(starts, default=None)
+
+
+def _container_of(pod: Pod, container_name: str | None) -> str | None:
+    if container_name is not None:
+        return container_name if container_name in pod.lasting_containers else None
+    return pod.main_containers[0] if len(pod.main_containers) == 1 else None
+
+
+def _present_run(pod: Pod, container: str | None, registered_at: float) -> str:
+    found = pod.containers.get(container) if container is not None else None
+    if found is None or found.running_since is None or registered_at < found.running_since:
+        return ""
+    return found.container_id
