@@ -207,7 +207,7 @@ def _lines(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     yield f"| {' | '.join(head)} |"
     yield f"|{'---|' * len(head)}"
     for row in rows:
-        yield f"| {' | '.join(row)} |"
+        yield f"| {' | '.join(cell.replace('<name>', '&lt;name&gt;') for cell in row)} |"
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ def _windows() -> Iterator[Rule]:
     yield Rule(
         at,
         off + "self.registrationGraceSeconds >= self.reapTimeoutSeconds",
-        "registrationGraceSeconds must be reapTimeoutSeconds or more",
+        "registrationGraceSeconds must be reapTimeoutSeconds or more, unless that is 0",
         "'registrationGraceSeconds is %d, but must be reapTimeoutSeconds (%d) or more: raise the "
         "grace to %d or lower the timeout'.format([self.registrationGraceSeconds, "
         "self.reapTimeoutSeconds, self.reapTimeoutSeconds])",
@@ -110,7 +110,7 @@ def _windows() -> Iterator[Rule]:
     yield Rule(
         at,
         f"{off}self.reapTimeoutSeconds >= {missed} * self.heartbeatIntervalSeconds",
-        f"reapTimeoutSeconds must be {missed} x heartbeatIntervalSeconds or more",
+        f"reapTimeoutSeconds must be 0 (off), or {missed} x heartbeatIntervalSeconds or more",
         f"'reapTimeoutSeconds is %d, but must be {missed} x heartbeatIntervalSeconds (%d) = %d or "
         "more: raise the timeout to %d or lower the interval to %d'.format("
         "[self.reapTimeoutSeconds, self.heartbeatIntervalSeconds, "
@@ -121,7 +121,7 @@ def _windows() -> Iterator[Rule]:
     yield Rule(
         at,
         off + "self.hints.confirmSeconds <= self.reapTimeoutSeconds",
-        "hints.confirmSeconds must be reapTimeoutSeconds or less",
+        "hints.confirmSeconds must be reapTimeoutSeconds or less, unless that is 0",
         "'confirmSeconds is %d, but must be reapTimeoutSeconds (%d) or less: lower it to %d'"
         ".format([self.hints.confirmSeconds, self.reapTimeoutSeconds, self.reapTimeoutSeconds])",
         ".hints.confirmSeconds",
@@ -129,7 +129,8 @@ def _windows() -> Iterator[Rule]:
     yield Rule(
         at,
         off + "self.hints.closeConfirmSeconds <= self.hints.confirmSeconds",
-        "hints.closeConfirmSeconds must be hints.confirmSeconds or less",
+        "hints.closeConfirmSeconds must be hints.confirmSeconds or less, unless "
+        "reapTimeoutSeconds is 0",
         "'closeConfirmSeconds is %d, but must be confirmSeconds (%d) or less: lower it to %d, or "
         "raise confirmSeconds to %d'.format([self.hints.closeConfirmSeconds, "
         "self.hints.confirmSeconds, self.hints.confirmSeconds, self.hints.closeConfirmSeconds])",
@@ -159,7 +160,8 @@ def _size() -> Iterator[Rule]:
     too_small = f"must be {least} bytes (0.001 GiB) or more: raise it to 2Mi or more"
     yield Rule(
         at,
-        f"!{is_quantity} || {given}.compareTo(quantity('{least}')) >= 0",
+        # Parts of a byte count as one, as they do for the agent.
+        f"!{is_quantity} || {given}.compareTo(quantity('{least - 1}')) > 0",
         f"size {too_small}",
         f"'size is %s, but {too_small}'.format([self])",
     )

@@ -21,6 +21,7 @@ SIZES = (
             "4e9",
             "4E9",
             "2Mi",
+            "0.001Gi",
             "4294967296",
             4294967296,
             "1Pi",
@@ -66,7 +67,7 @@ SIZES = (
             f"size is {size}, but must be 1048576Gi or less: lower it",
             Judge.AGENT,
         )
-        for size in ("2Pi", "1E", "1e40")
+        for size in ("2Pi", "1E", "1e40", "1e400")
     ),
     Row(
         "size of 1.5 as a number",
