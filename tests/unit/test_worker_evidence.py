@@ -235,6 +235,23 @@ class TestAbsence:
         assert found == evidence_of_state(last, (instance(),), observed_at=NOW)
         assert found[0].proof
 
+    @pytest.mark.parametrize(
+        "document",
+        [
+            pod(phase="Failed", reason="Evicted"),
+            pod(engine(terminated(BEGAN, ENDED, reason="OOMKilled")), phase="Failed"),
+            pod(engine(terminated(BEGAN, ENDED, reason="Completed")), phase="Succeeded"),
+        ],
+        ids=["evicted", "killed", "succeeded"],
+    )
+    def test_the_deletion_of_a_finished_pod_is_no_news(self, document: Json) -> None:
+        """Such pods stay listed for days; the evidence was given at the transition."""
+        last = read_pod(document)
+        at_end = evidence_of_state(last, (instance(),), observed_at=NOW)
+        later = evidence_of_absence(last, None, (instance(),), observed_at=NOW + 86_400)
+        assert later is not None
+        assert [each.identity for each in later] == [each.identity for each in at_end]
+
     def test_a_label_was_edited(self) -> None:
         """The pod is there and runs: it only left the selection."""
         last = read_pod(pod(engine(running(BEGAN))))

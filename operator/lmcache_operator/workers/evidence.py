@@ -69,6 +69,11 @@ class Evidence:
     finished_at: float | None = None
     contradicted: bool = False
 
+    @property
+    def identity(self) -> tuple[int, str, str, Trigger]:
+        """What repeats have in common: the pod's later deletion says nothing new of its end."""
+        return (self.instance_id, self.pod_uid, self.run, self.trigger)
+
 
 @dataclass(frozen=True, slots=True)
 class _End:
