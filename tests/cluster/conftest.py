@@ -45,6 +45,11 @@ def kind(control_plane: ControlPlane, api: Api) -> str:
     assert answer.returncode == 0, answer.stderr
     path = f"/apis/{GROUP}/{VERSION}"
     poll_until(lambda: api.request("GET", f"{path}/{PLURAL}").ok, _SERVED_SECONDS, "our kind")
+    # What kubectl knows of kinds is published a moment later.
+    explain = ("explain", f"{PLURAL}.{GROUP}")
+    poll_until(
+        lambda: control_plane.kubectl(*explain).returncode == 0, _SERVED_SECONDS, "its words"
+    )
     return path
 
 
