@@ -24,8 +24,8 @@ _made_for_us: set[str] = set()  # names in /dev/shm, without a worker's trailing
 def made_for_us(*names: str) -> None:
     """Say that child processes of this test run make these, so that they count if left behind.
 
-    Tests that run side by side see each other's; without this they would blame each other for
-    what a process that was killed on purpose has left for a moment.
+    Whatever else runs on the machine has its own, be it another test of this run; without this
+    tests would be blamed for what a process that was killed on purpose has left for a moment.
     """
     _made_for_us.update(names)
 
@@ -106,8 +106,8 @@ def _owned_elsewhere(path: Path) -> bool:
 
 
 def _made_by_others(name: str) -> bool:
-    """Nobody lives who could tell: beside other test processes only what we know of is ours."""
-    return "PYTEST_XDIST_WORKER" in os.environ and name not in _made_for_us
+    """Nobody lives who could tell: only what our own children are known to make is ours."""
+    return name not in _made_for_us
 
 
 def _is_locked(path: Path) -> bool:

@@ -36,6 +36,7 @@ class StockProcess:
             cwd=_ROOT,
         )
         self.pid = self._process.pid
+        made_for_us(f"lmcache_kv_{self.pid}")
         try:
             assert int(self._read()) == self.pid
         except BaseException:
