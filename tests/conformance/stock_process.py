@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tests.leaks import made_for_us
+
 _ROOT = Path(__file__).parents[2]
 STOCK_PYTHON = _ROOT / ".venvs/stock/bin/python"
 _QUIET = {"DO_NOT_TRACK": "1", "LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"}
