@@ -147,8 +147,18 @@ class App:
         events: Thread,
     ) -> None:
         """New requests are refused, those in flight finish or are given up, then all ends."""
-        parts = self._agent.parts
         self._agent.dispatcher.close()
+        with contextlib.ExitStack() as whatever_happens:
+            whatever_happens.callback(self._region.close)
+            self._stop_requests_in_flight(workers, reaper=reaper, router=router)
+        self._http.stop()
+        self._bus.stop()
+        _join([http, events], _JOIN_SECONDS)
+
+    def _stop_requests_in_flight(
+        self, workers: Sequence[Thread], *, reaper: Thread, router: Thread
+    ) -> None:
+        parts = self._agent.parts
         for pool in (parts.sync_pool, parts.normal_pool, parts.transfer_pool):
             pool.stop()
         _join(workers, _DRAIN_SECONDS)
@@ -157,10 +167,6 @@ class App:
         _join([reaper], _JOIN_SECONDS)
         parts.router.stop()
         _join([router], _JOIN_SECONDS)
-        self._region.close()
-        self._http.stop()
-        self._bus.stop()
-        _join([http, events], _JOIN_SECONDS)
 
     def _start(self, name: str, work: Callable[[], None]) -> Thread:
         thread = Thread(target=self._guarded, args=(name, work), name=name, daemon=True)

@@ -201,12 +201,16 @@ class FakeRouter:
 
 @dataclass
 class ThreadsByHand:
-    """Stands for thread starts: the work runs when the test says so."""
+    """Stands for thread starts: the work runs when the test says so; `left` more can start."""
 
     started: list[tuple[str, Callable[[], None]]] = field(default_factory=list)
+    left: int = 1_000_000
 
     def __call__(self, name: str, work: Callable[[], None]) -> None:
         """Remember the thread."""
+        if not self.left:
+            raise RuntimeError("can't start new thread")
+        self.left -= 1
         self.started.append((name, work))
 
     def run_all(self) -> None:

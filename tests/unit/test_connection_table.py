@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import pytest
@@ -41,10 +42,11 @@ class Scene:
         self.time = 1000.0
         self.published: list[Event] = []
         self.changes = 0
+        self.on_probe: Callable[[], None] = lambda: None
         self.table = ConnectionTable(
             monitor=cast("SocketMonitor", self),
             ledger=ConnectionLedger(),
-            is_routable=lambda routing_id: routing_id in self.routable,
+            is_routable=self._probe,
             handshake_seconds=10,
             keepalive_silence_seconds=60,
             half_open_seconds=120,
@@ -52,6 +54,10 @@ class Scene:
             publish=self.published.append,
             now=lambda: self.time,
         )
+
+    def _probe(self, routing_id: RoutingId) -> bool:
+        self.on_probe()
+        return routing_id in self.routable
 
     def _changed(self) -> None:
         self.changes += 1
@@ -145,3 +151,37 @@ def test_connections_without_a_descriptor_are_asked_for_from_time_to_time(scene:
     assert oldest.closed_at is not None
     scene.later(6)
     assert list(scene.table) == []
+
+
+def test_a_descriptor_that_was_reused_meanwhile_proves_nothing(scene: Scene) -> None:
+    """Libzmq may still route to a connection whose descriptor is already another's socket."""
+    with socket.create_server(("127.0.0.1", 0)) as reused:
+        descriptor = reused.fileno()
+        scene.happens(Accepted(descriptor))
+        worker = scene.table.of_message(frame(descriptor))
+
+        def reuse() -> None:
+            scene.on_probe = lambda: None
+            scene.queue += [
+                Disconnected(descriptor, handshake_failed=False),
+                Accepted(descriptor),
+            ]
+
+        scene.on_probe = reuse
+        scene.table.replied(worker)
+        assert worker.link is None
+        scene.routable.clear()
+        scene.later(0.021)
+        assert worker.close_kind is CloseKind.PEER
+
+
+def test_a_descriptor_that_stays_is_proven_by_the_reply(scene: Scene) -> None:
+    """From then on the monitor's word on it is about this connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        descriptor = listener.fileno()
+        scene.happens(Accepted(descriptor))
+        worker = scene.table.of_message(frame(descriptor))
+        scene.table.replied(worker)
+        assert worker.link is not None
+        scene.happens(Disconnected(descriptor, handshake_failed=False))
+        assert not worker.is_open

@@ -112,3 +112,19 @@ def test_a_stuck_release_blocks_no_other() -> None:
     assert bench.told == [0.0]
     assert [release.entry.instance_id for release in bench.releaser.in_progress()] == [1]
     stuck[1]()
+
+
+def test_a_thread_that_cannot_start_is_tried_again() -> None:
+    """A machine out of threads must not orphan the memory, nor fail whoever let it go."""
+    bench = Bench()
+    bench.threads.left = 0
+    bench.releaser.start(entry(number=7), bench.told.append, bench.answer)
+    assert bench.threads.started == []
+    bench.threads.left = 1
+    assert bench.releaser.report_overdue() == 101.0
+    assert bench.threads.started == []
+    bench.now.advance(1.0)
+    bench.releaser.report_overdue()
+    bench.threads.run_all()
+    assert bench.told == [1.0]
+    assert bench.releaser.in_progress() == ()

@@ -13,10 +13,12 @@ from lmcache_nodeagent.errors import (
 )
 from lmcache_nodeagent.events import InstanceRegistered, InstanceUnregistered
 from lmcache_nodeagent.liveness.entry import Speaker
-from lmcache_nodeagent.modules.calls import Pending
+from lmcache_nodeagent.liveness.targets import ReapableEntry
+from lmcache_nodeagent.modules.calls import Call, Pending
 from lmcache_nodeagent.modules.context_entry import ContextEntry
+from lmcache_nodeagent.modules.context_table import Installed
 from tests.fakes.liveness_parts import close, connection
-from tests.fakes.module_bench import MODEL, SHAPE, Engine, ModuleBench
+from tests.fakes.module_bench import MODEL, SHAPE, Engine, ModuleBench, blocks
 from tests.fakes.paged_memory import kv_tensor
 
 
@@ -282,3 +284,46 @@ def test_a_world_that_no_lookup_could_name_is_refused_before_anything_is_mapped(
     with pytest.raises(MalformedRequest, match="255"):
         engine.register()
     assert bench.opener.counts.opened == opened
+
+
+def test_a_worker_that_is_reaped_the_moment_it_is_registered_leaves_nothing() -> None:
+    """It died while its registration waited: the entry can be condemned as soon as it is seen."""
+    bench = ModuleBench()
+    engine = Engine(bench, register=False)
+    table, reaped = bench.transfer._table, list[ReapableEntry]()
+    install = table.install
+
+    def install_and_reap(entry: ContextEntry, now: float) -> Installed:
+        installed = install(entry, now)
+        reaped.extend(bench.transfer.reap_stale_instances(lambda _: True))
+        return installed
+
+    table.install = install_and_reap  # type: ignore[method-assign]  # the reaper is this quick
+    engine.register()
+    assert [entry.instance_id for entry in reaped] == [engine.instance_id]
+    assert len(bench.layouts) == 0
+
+
+def test_a_transfer_that_was_read_for_a_replaced_context_does_not_touch_the_new_one() -> None:
+    """Its block ids mean nothing in other memory: stored, they would be wrong bytes for all."""
+    bench = ModuleBench()
+    engine = Engine(bench)
+    touched = bench.transfer.touch_instance(engine.instance_id, engine.worker, ping=False)
+    assert touched.entry is entry_of(bench)
+    engine.register([kv_tensor("/other", SHAPE, dtype="float16")])
+    with pytest.raises(NotRegistered):
+        bench.transfer.store(
+            Call(engine.worker, touched), engine.key(end=1), engine.instance_id, blocks(0, 1), b""
+        )
+    assert bench.store_.stats().objects == 0
+
+
+def test_a_transfer_of_somebody_else_that_was_read_before_the_registration_is_refused() -> None:
+    """Nobody was registered when it was read, so nobody checked who may speak."""
+    bench = ModuleBench()
+    engine = Engine(bench)
+    stranger = connection(address="10.0.0.9")
+    with pytest.raises(NotRegistered):
+        bench.transfer.store(
+            Call(stranger), engine.key(end=1), engine.instance_id, blocks(0, 1), b""
+        )

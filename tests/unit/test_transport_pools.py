@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from lmcache_nodeagent.events import discard
@@ -189,3 +191,31 @@ def test_the_oldest_request_has_an_age() -> None:
     assert pool.oldest_seconds() == 15.0
     finish(pool)
     assert pool.oldest_seconds() == 0.0
+
+
+def test_one_connection_fills_no_more_than_its_share_of_the_lanes() -> None:
+    """A worker whose copy hangs goes on sending: the others' transfers still find room."""
+    pool = lanes(Runs(), 100)
+    assert [pool.submit(request(A, number)) for number in range(30)].count(True) == 25
+    assert all(pool.submit(request(B, number)) for number in range(25))
+
+
+def test_one_connection_fills_no_more_than_its_share_of_the_queue() -> None:
+    """What has begun to run makes room again."""
+    pool = OrderedPool(Runs(), 100)
+    assert [pool.submit(request(A, number)) for number in range(30)].count(True) == 25
+    assert pool.submit(request(B, 0))
+    pool.stop()
+    pool.work()
+    again = OrderedPool(Runs(), 100)
+    assert again.submit(request(A, 0))
+
+
+def test_callbacks_behind_a_transfer_that_hangs_are_bounded() -> None:
+    """They only hasten what a time-out does as well; the oldest give way."""
+    pool, run = lanes(Runs()), list[int]()
+    pool.submit(request(A, 0))
+    for number in range(5000):
+        pool.after_current(partial(run.append, number))
+    finish(pool)
+    assert run == list(range(5000 - 4096, 5000))

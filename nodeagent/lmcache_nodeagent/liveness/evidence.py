@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from lmcache_nodeagent.ids import InstanceId, RoutingId
 
-_GONE_LINKS_KEPT = 1024
+_GONE_LINKS_KEPT = 256
 _CLOSES_KEPT = 256
 
 

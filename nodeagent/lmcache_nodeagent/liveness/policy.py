@@ -6,6 +6,7 @@ takes a lock or has an effect.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -233,12 +234,13 @@ def close_window(
 
     It starts at the latest of: the close, a candidate's close, a router stall's end.
     """
-    moments = _closes(entry, surroundings)
-    if surroundings.router_stall_ended_at is not None:
-        moments.append(surroundings.router_stall_ended_at)
-    if is_network_event(entry, surroundings):
-        return max(moments), hint_window_seconds(entry, settings)
-    return max(moments), settings.close_confirm_seconds
+    closes = _closes(entry, surroundings)
+    start, stall_ended_at = max(closes), surroundings.router_stall_ended_at
+    if stall_ended_at is not None:
+        start = max(start, stall_ended_at)
+    if _is_network_event(entry, surroundings, closes):
+        return start, hint_window_seconds(entry, settings)
+    return start, settings.close_confirm_seconds
 
 
 def _closes(entry: LivenessEntry, surroundings: Surroundings) -> list[float]:
@@ -252,13 +254,17 @@ def _closes(entry: LivenessEntry, surroundings: Surroundings) -> list[float]:
     return closes
 
 
-def is_network_event(entry: LivenessEntry, surroundings: Surroundings) -> bool:
+def _is_network_event(
+    entry: LivenessEntry, surroundings: Surroundings, closes: Sequence[float]
+) -> bool:
     """Tell whether another peer's connection closed within two seconds of one of this one's."""
-    own, closes = entry.last_connection.peer.identity, _closes(entry, surroundings)
-    return any(
-        identity != own and any(abs(moment - closed) <= NETWORK_EVENT_SECONDS for closed in closes)
-        for identity, moment in surroundings.peer_closes
-    )
+    own, ordered = entry.last_connection.peer.identity, sorted(closes)
+    for identity, moment in surroundings.peer_closes:
+        if identity != own:
+            after = bisect_left(ordered, moment - NETWORK_EVENT_SECONDS)
+            if after < len(ordered) and ordered[after] <= moment + NETWORK_EVENT_SECONDS:
+                return True
+    return False
 
 
 def fell_silent(entry: LivenessEntry, now: float, settings: LivenessSettings) -> bool:

@@ -28,6 +28,8 @@ OnReleased = Callable[[float | None], None]
 """Called with the seconds a release took, or None if its deadline passed or it failed."""
 
 
+_RETRY_SECONDS = 1.0
+
 _ANSWER_SECONDS = 1.5
 """A caller that waits for a release is answered after this, released or not."""
 
@@ -45,6 +47,7 @@ class Release:
     on_end: OnReleased | None = None
     on_answer: Callable[[], None] | None = None
     stuck_reported: bool = False
+    retry_at: float | None = None
 
 
 class Releaser:
@@ -82,9 +85,19 @@ class Releaser:
         release = Release(entry, self._now(), on_end, on_answer)
         with self._lock:
             self._releases.append(release)
-        name = f"release-{render_instance_id(entry.instance_id)}"
-        self._spawn(name, lambda: self._run(release))
+        self._start_thread(release)
         self._wake()
+
+    def _start_thread(self, release: Release) -> None:
+        """Start a release's thread; where the machine has none left, `report_overdue` retries."""
+        name = f"release-{render_instance_id(release.entry.instance_id)}"
+        try:
+            self._spawn(name, lambda: self._run(release))
+        except RuntimeError:
+            _log.exception("release_thread_not_started")
+            release.retry_at = self._now() + _RETRY_SECONDS
+        else:
+            release.retry_at = None
 
     def _run(self, release: Release) -> None:
         """Thread: release-<instance>."""
@@ -116,6 +129,9 @@ class Releaser:
             The next moment (monotonic) at which this has something to do, None without one.
         """
         now = self._now()
+        for release in self.in_progress():
+            if release.retry_at is not None and now >= release.retry_at:
+                self._start_thread(release)
         answers: list[Callable[[], None]] = []
         stuck: list[tuple[Release, OnReleased]] = []
         upcoming: list[float] = []
@@ -128,7 +144,8 @@ class Releaser:
                 if not release.stuck_reported and now >= stuck_at:
                     release.stuck_reported = True
                     stuck.append((release, _take_end(release)))
-                upcoming += [moment for moment in (answer_at, stuck_at) if moment > now]
+                moments = (answer_at, stuck_at, release.retry_at or now)
+                upcoming += [moment for moment in moments if moment > now]
         for answer in answers:
             answer()
         for release, on_end in stuck:

@@ -20,11 +20,15 @@ Decide = Callable[[LivenessEntry], bool]
 
 @dataclass(frozen=True, slots=True)
 class Touched:
-    """What became of a sign of life: who spoke, and which shortened window it cancelled."""
+    """What became of a sign of life: who spoke, and which shortened window it cancelled.
+
+    `entry` is the instance's entry at that moment; a transfer is meant for no other.
+    """
 
     speaker: Speaker
     cancelled_window: str = ""
     bound_peer: str = ""
+    entry: LivenessEntry | None = None
 
 
 UNTOUCHED = Touched(Speaker.UNKNOWN_INSTANCE)

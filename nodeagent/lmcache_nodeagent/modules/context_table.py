@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lmcache_nodeagent.ids import InstanceId
     from lmcache_nodeagent.liveness.evidence import Connection
     from lmcache_nodeagent.liveness.targets import Decide, ReapableEntry
+    from lmcache_nodeagent.modules.calls import Call
     from lmcache_nodeagent.modules.context_entry import ContextEntry
 
 
@@ -125,15 +126,21 @@ class ContextTable:
             cancelled = entry.seen(connection, now)
             if ping:
                 entry.pinged(now)
-            return Touched(Speaker.RIGHTFUL, cancelled, bound_peer)
+            return Touched(Speaker.RIGHTFUL, cancelled, bound_peer, entry)
 
-    def begin_use(self, instance_id: InstanceId, shard: int) -> ContextEntry | None:
-        """Become a user of a context, until `end_use`; None if the instance is not here."""
+    def begin_use(self, instance_id: InstanceId, shard: int, call: Call) -> ContextEntry | None:
+        """Become a user of the context that a transfer is meant for, until `end_use`.
+
+        Returns:
+            None if the instance is not here; or if the context in force has replaced the one that
+            the request was read for, whose block ids mean nothing here.
+        """
         with self._lock:
             entry = self._entries.get(instance_id)
-            if entry is not None:
-                entry.users += 1
-                entry.shard = shard
+            if entry is None or not _is_meant(entry, call):
+                return None
+            entry.users += 1
+            entry.shard = shard
             return entry
 
     def end_use(self, entry: ContextEntry) -> None:
@@ -178,6 +185,13 @@ class ContextTable:
         entry.fenced = True
         if entry.users == 0:
             entry.drained.set()
+
+
+def _is_meant(entry: ContextEntry, call: Call) -> bool:
+    """A request may overtake its own registration, but not come after somebody else's."""
+    if call.touched.entry is not None:
+        return call.touched.entry is entry
+    return entry.speaker(call.connection) is Speaker.RIGHTFUL
 
 
 def _still_releasing(instance_id: InstanceId) -> str:

@@ -11,7 +11,7 @@ from lmcache_nodeagent.ids import render_instance_id
 from lmcache_nodeagent.liveness.targets import InstanceLivenessTarget
 from lmcache_nodeagent.modules.calls import Pending
 from lmcache_nodeagent.modules.context_entry import ContextEntry, Registration
-from lmcache_nodeagent.modules.context_table import ContextTable
+from lmcache_nodeagent.modules.context_table import ContextTable, Installed
 from lmcache_nodeagent.modules.layouts import layout_id
 from lmcache_nodeagent.storage.objects import kv_rank
 
@@ -108,15 +108,30 @@ class LMCacheDrivenTransferModule(InstanceLivenessTarget):
             instance_id, tensors, model, world_size, engine_type, hints, groups
         )
         context = self._opener(tensors, hints, groups, self._chunk_tokens)
-        try:
-            self._install(call.connection, registration, context)
-        except BaseException:
-            context.close()
-            raise
+        installed = self._install(call.connection, registration, context)
+        if installed is None:
+            return
+        entry = installed.entry
+        entry.ping_intervals.extend(self._absent_pings.registered(instance_id))
+        if installed.replaced is not None:
+            self._give_way(installed.replaced, call.connection.peer.text)
+        self._publish(
+            InstanceRegistered(
+                instance_id=instance_id,
+                model=model,
+                peer=call.connection.peer.text,
+                mapped_bytes=entry.nbytes,
+                replaced=installed.replaced is not None,
+            )
+        )
 
     def _install(
         self, connection: Connection, registration: Registration, context: WorkerContext
-    ) -> None:
+    ) -> Installed | None:
+        """Put a context into force; None, and closed, if the one in force is the same.
+
+        The layout is counted in first: as soon as the entry can be seen, it can be reaped.
+        """
         now = self._now()
         entry = ContextEntry(
             instance_id=registration.instance_id,
@@ -129,23 +144,19 @@ class LMCacheDrivenTransferModule(InstanceLivenessTarget):
             context=context,
             layout_identity=layout_id(context.layout),
         )
-        installed = self._table.install(entry, now)
-        if not installed.fresh:
-            context.close()
-            return
         self._layouts.add(entry.model, entry.world_size, entry.layout_identity)
-        entry.ping_intervals.extend(self._absent_pings.registered(entry.instance_id))
-        if installed.replaced is not None:
-            self._give_way(installed.replaced, connection.peer.text)
-        self._publish(
-            InstanceRegistered(
-                instance_id=entry.instance_id,
-                model=entry.model,
-                peer=connection.peer.text,
-                mapped_bytes=entry.nbytes,
-                replaced=installed.replaced is not None,
-            )
-        )
+        try:
+            installed = self._table.install(entry, now)
+        except BaseException:
+            self._let_go(entry)
+            context.close()
+            raise
+        if installed.fresh:
+            return installed
+        self._let_go(entry)
+        context.close()
+        self._absent_pings.registered(entry.instance_id)
+        return None
 
     def _give_way(self, replaced: ContextEntry, peer: str) -> None:
         self._let_go(replaced)
@@ -187,8 +198,8 @@ class LMCacheDrivenTransferModule(InstanceLivenessTarget):
             NotRegistered: no context of this id.
             MalformedRequest, LayoutError: the range or the block ids do not fit.
         """
-        del call, event  # on CPU the client's event is a constant
-        with self._using(instance_id, key) as entry:
+        del event  # on CPU the client's event is a constant
+        with self._using(call, instance_id, key) as entry:
             return _NOTHING_OUTSTANDING, self._copies.store(entry, key, block_ids)
 
     def retrieve(
@@ -212,7 +223,7 @@ class LMCacheDrivenTransferModule(InstanceLivenessTarget):
         del event
         peer = call.connection.peer.identity
         try:
-            with self._using(instance_id, key) as entry:
+            with self._using(call, instance_id, key) as entry:
                 done = self._copies.retrieve(entry, key, block_ids, skip_first_n_tokens, peer)
                 return _NOTHING_OUTSTANDING, done
         except NotRegistered:
@@ -220,8 +231,8 @@ class LMCacheDrivenTransferModule(InstanceLivenessTarget):
             raise
 
     @contextmanager
-    def _using(self, instance_id: InstanceId, key: CacheKey) -> Iterator[ContextEntry]:
-        entry = self._table.begin_use(instance_id, key.worker_id or 0)
+    def _using(self, call: Call, instance_id: InstanceId, key: CacheKey) -> Iterator[ContextEntry]:
+        entry = self._table.begin_use(instance_id, key.worker_id or 0, call)
         if entry is None:
             raise NotRegistered(
                 f"instance {render_instance_id(instance_id)} is not registered;"

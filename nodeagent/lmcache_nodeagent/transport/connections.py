@@ -131,12 +131,18 @@ class ConnectionTable:
         if link is None or link.connection is not None:
             return
         copy = PeerSocket.duplicate(descriptor)
-        if copy is None or not self._is_routable(connection.routing_id):
-            if copy is not None:
-                copy.close()
+        if copy is None:
             return
-        del self._unproven[connection.routing_id]
-        self._prove(connection, link, copy)
+        routable = self._is_routable(connection.routing_id)
+        # libzmq looks at what its I/O thread tells it only now and then, so a probe may succeed
+        # after the end. The monitor knew of the end before the descriptor could be reused.
+        self.read_monitor()
+        same_link = self._ledger.open_link(descriptor) is link and link.connection is None
+        if routable and same_link and connection.is_open:
+            del self._unproven[connection.routing_id]
+            self._prove(connection, link, copy)
+        else:
+            copy.close()
 
     def _prove(self, connection: Connection, link: Link, copy: PeerSocket) -> None:
         connection.link = link
@@ -309,6 +315,7 @@ class ConnectionTable:
         for routing_id in tuple(self._anonymous):
             if not self._is_routable(routing_id):
                 self._ended(self._connections[routing_id], CloseKind.PEER)
+                self._on_change()
 
     def __iter__(self) -> Iterator[Connection]:
         """Iterate over the connections that have spoken."""

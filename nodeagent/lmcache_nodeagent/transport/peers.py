@@ -7,6 +7,7 @@ and tells then who ended the connection, and why.
 from __future__ import annotations
 
 import contextlib
+import functools
 import ipaddress
 import os
 import socket
@@ -38,6 +39,17 @@ def tcp_peer(address: str) -> Peer:
     mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
     text = str(mapped or parsed)
     return Peer(identity=f"ip:{text}", text=text)
+
+
+@functools.cache
+def _pidfds_have_inodes() -> bool:
+    """Before pidfs (Linux 6.9) pidfds share the one inode of all anonymous files, as eventfds."""
+    pidfd, anonymous = os.pidfd_open(os.getpid()), os.eventfd(0)
+    try:
+        return not os.path.samestat(os.fstat(pidfd), os.fstat(anonymous))
+    finally:
+        os.close(pidfd)
+        os.close(anonymous)
 
 
 @dataclass(slots=True, eq=False)
@@ -82,13 +94,16 @@ class PeerSocket:
         return Peer(identity=named.identity, text=f"{separator}:{port}")
 
     def _process(self) -> Peer:
-        """A pidfd's inode number is unique to its process over the life of the kernel."""
+        """Name the process by its pidfd's inode, unique over the life of the kernel (Linux 6.9).
+
+        Older kernels give all pidfds one inode; there its number, as we see it, has to do.
+        """
         option = self.socket.getsockopt(
             socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size
         )
         pid = _PEER_CREDENTIALS.unpack(option)[0]
         identity = ""
-        if self.pidfd is not None:
+        if self.pidfd is not None and _pidfds_have_inodes():
             identity = f"process:{os.fstat(self.pidfd).st_ino}"
         elif pid:
             identity = f"pid:{pid}"

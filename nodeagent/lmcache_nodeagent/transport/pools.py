@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from threading import Condition
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from lmcache_nodeagent.clock import Now
     from lmcache_nodeagent.ids import RoutingId
     from lmcache_nodeagent.transport.requests import Request
+
+
+_CALLBACKS_KEPT = 4096
+_LEAST_SHARE = 16
 
 
 class Pool(Protocol):
@@ -34,6 +38,11 @@ class Pool(Protocol):
         ...
 
 
+def share_of_one(queue_size: int) -> int:
+    """How much of a queue one connection may fill: a client that floods is refused, not others."""
+    return min(queue_size, max(_LEAST_SHARE, queue_size // 4))
+
+
 class OrderedPool:
     """First come, first served; with one thread this is the SYNC queue. Threads: any."""
 
@@ -42,14 +51,19 @@ class OrderedPool:
         self._queue_size = queue_size
         self._changed = Condition()  # guards: everything below
         self._queue: deque[Request] = deque()
+        self._waiting: Counter[RoutingId] = Counter()  # by connection; never 0
         self._running = 0
         self._stopping = False
 
     def submit(self, request: Request) -> bool:
-        """Take a request; False if the queue is full or the pool is stopping."""
+        """Take a request; False if the queue, or its connection's share, is full, or at a stop."""
+        who = request.connection.routing_id
         with self._changed:
             if self._stopping or len(self._queue) >= self._queue_size:
                 return False
+            if self._waiting[who] >= share_of_one(self._queue_size):
+                return False
+            self._waiting[who] += 1
             self._queue.append(request)
             self._changed.notify()
         return True
@@ -63,12 +77,18 @@ class OrderedPool:
                         return
                     self._changed.wait()
                 request = self._queue.popleft()
+                self._taken_locked(request.connection.routing_id)
                 self._running += 1
             try:
                 self._run(request)
             finally:
                 with self._changed:
                     self._running -= 1
+
+    def _taken_locked(self, who: RoutingId) -> None:
+        self._waiting[who] -= 1
+        if not self._waiting[who]:
+            del self._waiting[who]
 
     def stop(self) -> None:
         """Take no more requests."""
@@ -97,19 +117,21 @@ class LanePool:
         self._lanes: dict[RoutingId, deque[tuple[int, Request]]] = {}
         self._ready: deque[RoutingId] = deque()  # lanes with requests, none of which runs
         self._unfinished: OrderedDict[int, float] = OrderedDict()  # number -> moment received
-        self._barriers: deque[tuple[int, Callable[[], None]]] = deque()
+        self._barriers: deque[tuple[int, Callable[[], None]]] = deque(maxlen=_CALLBACKS_KEPT)
         self._last_number = 0
         self._stopping = False
 
     def submit(self, request: Request) -> bool:
-        """Take a request; False if the queues are full or the pool is stopping."""
+        """Take a request; False if the queue, or its connection's share, is full, or at a stop."""
         lane_id = request.connection.routing_id
         with self._changed:
             if self._stopping or len(self._unfinished) >= self._queue_size:
                 return False
+            lane = self._lanes.get(lane_id)
+            if lane is not None and len(lane) >= share_of_one(self._queue_size):
+                return False
             self._last_number += 1
             self._unfinished[self._last_number] = request.received_at
-            lane = self._lanes.get(lane_id)
             if lane is None:
                 lane = self._lanes[lane_id] = deque()
                 self._ready.append(lane_id)
@@ -151,7 +173,11 @@ class LanePool:
         return due
 
     def after_current(self, callback: Callable[[], None]) -> None:
-        """Run `callback` once everything submitted before has finished; at once if nothing is."""
+        """Run `callback` once everything submitted before has finished; at once if nothing is.
+
+        While one transfer hangs, callbacks pile up behind it. Of more than a bound of them the
+        oldest are dropped: they only hasten what a time-out does as well.
+        """
         with self._changed:
             if self._unfinished:
                 self._barriers.append((self._last_number, callback))

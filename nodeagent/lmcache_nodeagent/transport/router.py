@@ -82,6 +82,8 @@ class Router:
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_on_send = True
         self._lock = Lock()  # guards: _marks
+        self._wakeup_lock = Lock()  # guards: _closed, and _wakeup against being closed
+        self._closed = False
         self._marks: list[Event] = []
         self._read_since_mark: Counter[bytes] = Counter()  # router thread only
         self._stopping = Event()
@@ -169,7 +171,9 @@ class Router:
 
     def _wake(self) -> None:
         self._wake_on_send = False  # one is enough until the next turn has been through the outbox
-        os.eventfd_write(self._wakeup, 1)
+        with self._wakeup_lock:
+            if not self._closed:
+                os.eventfd_write(self._wakeup, 1)
 
     def _send_replies(self) -> None:
         while self._outbox:
@@ -222,7 +226,11 @@ class Router:
         with self._lock:
             self._marks.append(mark)
         self._wake()
-        return mark.wait(timeout_seconds)
+        if mark.wait(timeout_seconds):
+            return True
+        with self._lock:
+            self._marks = [other for other in self._marks if other is not mark]
+        return mark.is_set()
 
     def _has_read_past_every_queue(self) -> bool:
         """Tell whether what was queued at the mark is read, though more keeps coming.
@@ -261,8 +269,9 @@ class Router:
         self._connections.close()
         self._monitor.close()
         self._sockets.close()
-        os.close(self._wakeup)
-        self._wake_on_send = False  # late senders must not write to a closed descriptor
+        with self._wakeup_lock:
+            self._closed = True
+            os.close(self._wakeup)
 
 
 def _small_uid(frame: bytes) -> int:
