@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lmcache_nodeagent.app import App
@@ -29,7 +31,7 @@ class _Signals:
     def __init__(self) -> None:
         self._received = False
         self._app: App | None = None
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -48,6 +50,8 @@ class _Signals:
 def main() -> int:
     """Run an agent; return the exit status: 0 after a stop, 2 for a bad configuration, else 1."""
     signals = _Signals()
+    if sys.stderr is None:  # closed by whoever started us
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  # open to the end
     try:
         config = parse_config()
         configure_logging(config.log_level, config.log_format)
@@ -72,7 +76,8 @@ def _announce(app: App) -> None:
         "pid": os.getpid(),
         "boot_id": app.boot_id,
     }
-    print(json.dumps(ready), flush=True)  # noqa: T201  # the one thing standard output is for
+    with contextlib.suppress(OSError):  # nobody listens; the agent serves all the same
+        print(json.dumps(ready), flush=True)  # noqa: T201  # what standard output is for
 
 
 if __name__ == "__main__":

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import cast
 
 import pytest
 import zmq
 
 from lmcache_nodeagent.events import Event, MalformedMessage
-from lmcache_nodeagent.ids import RoutingId
-from lmcache_nodeagent.liveness.evidence import CloseKind, ConnectionLedger
+from lmcache_nodeagent.ids import InstanceId, RoutingId
+from lmcache_nodeagent.liveness.evidence import CloseKind, Connection, ConnectionLedger
 from lmcache_nodeagent.transport.connections import ConnectionTable
 from lmcache_nodeagent.transport.monitor import Accepted, Disconnected, SocketMonitor
 
@@ -50,6 +51,7 @@ class Scene:
             handshake_seconds=10,
             keepalive_silence_seconds=60,
             half_open_seconds=120,
+            max_links=1000,
             on_change=self._changed,
             publish=self.published.append,
             now=lambda: self.time,
@@ -185,3 +187,50 @@ def test_a_descriptor_that_stays_is_proven_by_the_reply(scene: Scene) -> None:
         assert worker.link is not None
         scene.happens(Disconnected(descriptor, handshake_failed=False))
         assert not worker.is_open
+
+
+def _process_at_a_socket(scene: Scene, number: int, says: InstanceId | None) -> Connection:
+    """A connection of this process over a Unix socket, proven, that ended again."""
+    routing_id = RoutingId(b"\0\0\0\1" + bytes([number]))
+    scene.routable.add(routing_id)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        descriptor = ours.fileno()
+        scene.happens(Accepted(descriptor))
+        made = scene.table.of_message(cast("zmq.Frame", Frame(routing_id, descriptor)))
+        scene.table.replied(made)
+        assert made.link is not None
+        made.spoke_for = frozenset() if says is None else frozenset({says})
+    scene.happens(Disconnected(descriptor, handshake_failed=False))
+    assert not made.is_open
+    return made
+
+
+def test_processes_that_come_and_go_at_a_unix_socket_hold_no_descriptors(scene: Scene) -> None:
+    """A scheduler's exit proves nothing; of a worker's process one descriptor is enough."""
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for number in range(20):
+        _process_at_a_socket(scene, number, None)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    for number in range(20, 40):
+        _process_at_a_socket(scene, number, InstanceId(7))
+    assert len(list(Path("/proc/self/fd").iterdir())) == before + 1
+    scene.later(61.0)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_one_connection_too_many_is_turned_away(scene: Scene) -> None:
+    """Without a descriptor left libzmq would end the process at its Unix socket."""
+    scene.table._max_links = 1
+    pairs = [socket.socketpair() for _ in range(2)]
+    try:
+        for ours, _ in pairs:
+            scene.happens(Accepted(ours.fileno()))
+        assert pairs[1][1].recv(1) == b""
+        pairs[0][1].settimeout(0)
+        with pytest.raises(BlockingIOError):
+            pairs[0][1].recv(1)
+    finally:
+        for pair in pairs:
+            for end in pair:
+                end.close()

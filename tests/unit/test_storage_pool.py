@@ -177,9 +177,26 @@ def test_room_lost_while_allocating_is_a_capacity_error(
 def test_other_faults_of_the_allocation_are_not_disguised(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fault that more memory would not cure keeps its own error."""
+    """A fault that more memory would not cure is told as what it is."""
     monkeypatch.setattr(os, "posix_fallocate", fail_with(errno.EIO))
-    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+    with pytest.raises(AgentError, match=os.strerror(errno.EIO)) as caught:
+        SharedPool.create(name, SIZE)
+    assert not isinstance(caught.value, CapacityError)
+
+
+def test_a_folder_that_cannot_be_written_is_told_in_one_sentence(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read-only /dev/shm, for one: no traceback at the start."""
+    really_open = os.open
+
+    def refuse(path: str | Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return really_open(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(AgentError, match=r"Read-only file system; mount a writable tmpfs"):
         SharedPool.create(name, SIZE)
 
 

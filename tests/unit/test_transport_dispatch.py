@@ -391,3 +391,44 @@ def test_what_is_unanswered_at_the_stop_is_refused() -> None:
     late.settle(None)
     bench.run_pools()
     assert len(bench.replies) == 2
+
+
+def test_a_transfer_goes_behind_the_registrations_of_its_connection() -> None:
+    """It need not wait for their replies, and overtaking one it would use the memory before."""
+    bench = Bench()
+    bench.send("register_kv_cache", *frames("register_kv_cache"))
+    bench.send("store", *frames("store"))
+    bench.send("retrieve", *frames("retrieve"))
+    sync, affinity = bench.pools[Pool.SYNC], bench.pools[Pool.AFFINITY]
+    assert [r.operation.name for r in sync.requests] == ["register_kv_cache", "store", "retrieve"]
+    bench.dispatcher.run(sync.requests.pop(0))
+    bench.dispatcher.run(sync.requests.pop(0))
+    assert [r.operation.name for r in affinity.requests] == ["store"]
+    bench.send("store", *frames("store"))
+    assert [r.operation.name for r in sync.requests] == ["retrieve", "store"], "order is kept"
+    while sync.requests:
+        bench.dispatcher.run(sync.requests.pop(0))
+    bench.send("store", *frames("store"))
+    assert [r.operation.name for r in affinity.requests] == ["store", "retrieve", "store", "store"]
+    bench.run_pools()
+    assert len(bench.replies) == 5
+
+
+def test_a_transfer_that_finds_its_queue_full_after_the_registration_is_refused() -> None:
+    """Once, and in-band."""
+    bench = Bench()
+    bench.send("register_kv_cache", *frames("register_kv_cache"))
+    bench.send("store", *frames("store"))
+    bench.pools[Pool.AFFINITY].accepts = False
+    bench.run_pools()
+    assert bench.answers()[-1] == NOT_TRANSFERRED
+
+
+def test_what_is_remembered_of_registrations_is_bounded() -> None:
+    """Connections come and go; the last registration of each is no reason to grow."""
+    bench = Bench()
+    for _ in range(1100):
+        bench.link = connection()
+        bench.send("unregister_kv_cache", *frames("unregister_kv_cache"))
+        bench.run_pools()
+    assert len(bench.dispatcher._in_order) <= 1024

@@ -196,14 +196,14 @@ def test_the_oldest_request_has_an_age() -> None:
 def test_one_connection_fills_no_more_than_its_share_of_the_lanes() -> None:
     """A worker whose copy hangs goes on sending: the others' transfers still find room."""
     pool = lanes(Runs(), 100)
-    assert [pool.submit(request(A, number)) for number in range(30)].count(True) == 25
-    assert all(pool.submit(request(B, number)) for number in range(25))
+    assert [pool.submit(request(A, number)) for number in range(60)].count(True) == 50
+    assert all(pool.submit(request(B, number)) for number in range(50))
 
 
 def test_one_connection_fills_no_more_than_its_share_of_the_queue() -> None:
     """What has begun to run makes room again."""
     pool = OrderedPool(Runs(), 100)
-    assert [pool.submit(request(A, number)) for number in range(30)].count(True) == 25
+    assert [pool.submit(request(A, number)) for number in range(60)].count(True) == 50
     assert pool.submit(request(B, 0))
     pool.stop()
     pool.work()

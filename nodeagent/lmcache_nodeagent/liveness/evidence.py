@@ -140,6 +140,10 @@ class ConnectionLedger:
         """Return the link that now holds this descriptor. Thread: zmq-router."""
         return self._books.links.get(descriptor)
 
+    def open_links(self) -> int:
+        """Count the open links. Thread: zmq-router."""
+        return len(self._books.links)
+
     def link_closed(
         self, descriptor: int, now: float, *, may_have_been_a_worker: bool
     ) -> Link | None:

@@ -232,7 +232,7 @@ _TABLE = (
         "report_block_allocation",
         23,
         (
-            scalar("instance_id", int),  # the scheduler's process id, not a worker
+            scalar("instance_id", InstanceNumber),  # the scheduler's process id, not a worker
             MODEL,
             listed("records", BlockAllocationRecord, LIMITS.max_records, 4 * LIMITS.key_bytes),
         ),

@@ -153,14 +153,23 @@ def _allocate(directory: Path, size_bytes: int) -> int:
                 f"an L1 of {size_bytes} bytes does not fit: {limit.source} leaves "
                 f"{limit.available_bytes} bytes; make L1 smaller or raise that limit"
             )
-    descriptor = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        descriptor = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise AgentError(
+            f"no file for L1 can be made in {directory}: {error.strerror}; mount a writable tmpfs"
+            " there"
+        ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.posix_fallocate(descriptor, 0, size_bytes)
     except OSError as error:
         os.close(descriptor)
         if error.errno not in {errno.ENOSPC, errno.ENOMEM}:
-            raise
+            raise AgentError(
+                f"an L1 of {size_bytes} bytes cannot be taken in {directory}: {error.strerror};"
+                " make L1 smaller or lift the limit"
+            ) from error
         left = min(limit.available_bytes for limit in memory_limits(directory))
         raise CapacityError(
             f"an L1 of {size_bytes} bytes does not fit: {error.strerror} in {directory}, with "

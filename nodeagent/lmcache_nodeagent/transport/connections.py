@@ -9,8 +9,10 @@ this connection, until it says that it ended.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
+import socket
 from typing import TYPE_CHECKING
 
 import zmq
@@ -58,6 +60,7 @@ class ConnectionTable:
         handshake_seconds: float,
         keepalive_silence_seconds: float,
         half_open_seconds: float,
+        max_links: int,
         on_change: Callable[[], None],
         publish: Publish,
         now: Now,
@@ -68,6 +71,7 @@ class ConnectionTable:
         self._handshake_seconds = handshake_seconds
         self._keepalive_silence_seconds = keepalive_silence_seconds
         self._half_open_seconds = half_open_seconds
+        self._max_links = max_links
         self._on_change = on_change
         self._publish = publish
         self._now = now
@@ -161,6 +165,8 @@ class ConnectionTable:
                 case Accepted(descriptor):
                     self._callers[descriptor] = _caller(descriptor)
                     self._ledger.accepted(descriptor, self._now())
+                    if self._ledger.open_links() > self._max_links:
+                        _turn_away(descriptor)
                 case Disconnected(descriptor, handshake_failed):
                     self._disconnected(descriptor, handshake_failed=handshake_failed)
 
@@ -235,16 +241,26 @@ class ConnectionTable:
 
     def _drop_socket(self, copy: PeerSocket, connection: Connection) -> None:
         if copy.pidfd is not None:
-            if not self._exited(copy.pidfd):
-                # The close may reach us before the exit: watch the process a little longer.
-                self._pidfds[copy.pidfd] = connection
-                copy.socket.close()
-                copy.pidfd = None
-                return
-            self._forget_pidfd(copy.pidfd)
+            if self._exited(copy.pidfd):
+                connection.process_gone = True
+                self._forget_pidfd(copy.pidfd)
+            else:
+                self._watch_on(copy.pidfd, connection)
             copy.pidfd = None
-            connection.process_gone = True
         copy.close()
+
+    def _watch_on(self, pidfd: int, connection: Connection) -> None:
+        """The close may reach us before the exit: watch a worker's process a little longer.
+
+        One descriptor for each process, however often it comes and goes, and none for those that
+        never spoke for an instance: their exit proves nothing.
+        """
+        if not connection.spoke_for:
+            self._forget_pidfd(pidfd)
+            return
+        for other, watched in tuple(self._pidfds.items()):
+            if other != pidfd and not watched.is_open and watched.same_peer(connection):
+                self._forget_pidfd(other)
 
     def _exited(self, pidfd: int) -> bool:
         poll = select.poll()
@@ -342,6 +358,18 @@ def _caller(descriptor: int) -> str:
     peer = copy.peer() or UNKNOWN_PEER
     copy.close()
     return peer.text
+
+
+def _turn_away(descriptor: int) -> None:
+    """End a connection that is one too many: libzmq aborts when a Unix listener has no descriptor.
+
+    Should the number be another's by now, that one has to connect again.
+    """
+    copy = PeerSocket.duplicate(descriptor)
+    if copy is not None:
+        with contextlib.suppress(OSError):
+            copy.socket.shutdown(socket.SHUT_RDWR)
+        copy.close()
 
 
 def _property(frame: zmq.Frame, name: int | str) -> int | str | None:

@@ -30,13 +30,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from lmcache_nodeagent.events import Publish
-    from lmcache_nodeagent.ids import InstanceId
+    from lmcache_nodeagent.ids import InstanceId, RoutingId
     from lmcache_nodeagent.liveness.evidence import Connection
     from lmcache_nodeagent.liveness.targets import Touched
     from lmcache_nodeagent.protocol.operations import Operation
     from lmcache_nodeagent.transport.pools import Pool
 
 _IDS_KEPT_PER_CONNECTION = 64
+
+_CONNECTIONS_REMEMBERED = 1024
 
 _FIXES = {
     "register_kv_cache_engine_driven_context": (
@@ -74,6 +76,7 @@ class Dispatcher:
         self._send = send
         self._publish = publish
         self._closing = False
+        self._in_order: dict[RoutingId, Request] = {}  # the last in SYNC; router thread only
         # Handed to a pool, in order of arrival. Each dict operation is atomic: no lock.
         self._unanswered: dict[Request, None] = {}
         self.requests: Counter[str] = Counter()  # router thread only; read by metrics
@@ -138,12 +141,34 @@ class Dispatcher:
             self.run(request)
             return
         self._unanswered[request] = None
-        if self._closing or not self._pools[operation.pool].submit(request):
+        if self._closing or not self._submit(request):
             self._unanswered.pop(request, None)
             raise Overloaded(
                 f"{operation.name}: the agent is stopping or its {operation.pool.value} queue is"
                 " full; try again later"
             )
+
+    def _submit(self, request: Request) -> bool:
+        """Queue a request; a transfer goes behind its own connection's registrations.
+
+        Clients need not wait for the reply to a registration, and a transfer that overtook it
+        would copy to or from the memory that was registered before. Thread: zmq-router.
+        """
+        kind, who = request.operation.pool, request.connection.routing_id
+        earlier = self._in_order.get(who)
+        if kind is PoolKind.AFFINITY and earlier is not None and earlier.in_order:
+            request.follows_registration = True
+            kind = PoolKind.SYNC
+        if kind is not PoolKind.SYNC:
+            self._in_order.pop(who, None)
+            return self._pools[kind].submit(request)
+        request.in_order = True
+        if not self._pools[kind].submit(request):
+            return False
+        self._in_order[who] = request
+        if len(self._in_order) > _CONNECTIONS_REMEMBERED:
+            self._in_order = {w: r for w, r in self._in_order.items() if r.in_order}
+        return True
 
     def _touch(self, request: Request, instance_id: InstanceId) -> Touched:
         """Refresh the instance; refuse a stranger, but answer its ping."""
@@ -173,6 +198,21 @@ class Dispatcher:
 
     def run(self, request: Request) -> None:
         """Decode, call the module, answer. Thread: the pool's."""
+        if request.follows_registration:
+            self._pass_on(request)
+            return
+        self._serve(request)
+        request.in_order = False
+
+    def _pass_on(self, request: Request) -> None:
+        """The registrations before this transfer are done. Thread: sync."""
+        request.follows_registration = False
+        if not self._pools[PoolKind.AFFINITY].submit(request):
+            self._unanswered.pop(request, None)
+            request.refuse(Overloaded(f"{request.operation.name}: the queue is full"))
+        request.in_order = False  # after that: what comes now may not overtake this one
+
+    def _serve(self, request: Request) -> None:
         if not request.connection.is_open and request.operation.pool is PoolKind.AFFINITY:
             request.refuse(MalformedRequest("the connection closed before the transfer began"))
             self._unanswered.pop(request, None)

@@ -40,7 +40,7 @@ class Pool(Protocol):
 
 def share_of_one(queue_size: int) -> int:
     """How much of a queue one connection may fill: a client that floods is refused, not others."""
-    return min(queue_size, max(_LEAST_SHARE, queue_size // 4))
+    return min(queue_size, max(_LEAST_SHARE, queue_size // 2))
 
 
 class OrderedPool:

@@ -40,6 +40,8 @@ class Request:
         "_publish",
         "_send",
         "connection",
+        "follows_registration",
+        "in_order",
         "operation",
         "operation_frame",
         "payload",
@@ -66,6 +68,8 @@ class Request:
         self.payload = payload
         self.touched = touched
         self.received_at = time.monotonic()
+        self.in_order = False  # is in the SYNC queue, or runs there
+        self.follows_registration = False  # a transfer that goes through that queue first
         self._send = send
         self._publish = publish
         self._lock = Lock()  # guards: _answered

@@ -74,6 +74,7 @@ class Router:
             handshake_seconds=sockets.handshake_seconds,
             keepalive_silence_seconds=sockets.keepalive_silence_seconds,
             half_open_seconds=sockets.half_open_seconds,
+            max_links=sockets.max_links,
             on_change=wake_reaper,
             publish=publish,
             now=now,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import resource
 import socket as sockets_of_os
 import stat
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +33,8 @@ _LINGER_MS = 500
 _KEEPALIVE_IDLE_SECONDS = 60
 _KEEPALIVE_PROBES = 8
 _BACKLOG = 1024
+_FEWEST_LINKS = 16
+_OTHER_DESCRIPTORS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,7 @@ class BoundSockets:
     handshake_seconds: float
     keepalive_silence_seconds: float
     half_open_seconds: float
+    max_links: int
 
     def close(self) -> None:
         """Close at once; replies that nobody reads are given half a second.
@@ -124,6 +129,7 @@ def bind_sockets(config: AgentConfig) -> BoundSockets:
         handshake_seconds=_HANDSHAKE_SECONDS,
         keepalive_silence_seconds=keepalive.silence_seconds,
         half_open_seconds=keepalive.total_seconds,
+        max_links=_max_links(),
     )
 
 
@@ -147,6 +153,14 @@ def _set_options(router: zmq.Socket[bytes], config: AgentConfig, keepalive: Keep
     }
     for option, value in options.items():
         router.setsockopt(option, value)
+
+
+def _max_links() -> int:
+    """Connections that the descriptor limit allows, with two for each and some for the rest."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return sys.maxsize
+    return max(_FEWEST_LINKS, (soft - _OTHER_DESCRIPTORS) // 2)
 
 
 def _address(host: str) -> str:
