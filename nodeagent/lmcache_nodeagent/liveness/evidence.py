@@ -13,7 +13,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from lmcache_nodeagent.ids import InstanceId, RoutingId
 
@@ -58,6 +58,7 @@ class Link:
     accepted_at: float
     closed_at: float | None = None
     connection: Connection | None = None
+    speaks_zmtp: bool | None = None  # None: not known yet
 
 
 @dataclass(slots=True, eq=False)
@@ -139,6 +140,10 @@ class ConnectionLedger:
     def open_link(self, descriptor: int) -> Link | None:
         """Return the link that now holds this descriptor. Thread: zmq-router."""
         return self._books.links.get(descriptor)
+
+    def silent_links(self) -> Sequence[Link]:
+        """Return the open links that nobody has spoken over. Thread: zmq-router."""
+        return [link for link in self._books.links.values() if link.connection is None]
 
     def open_links(self) -> int:
         """Count the open links. Thread: zmq-router."""

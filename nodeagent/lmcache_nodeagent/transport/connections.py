@@ -9,10 +9,8 @@ this connection, until it says that it ended.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
-import socket
 from typing import TYPE_CHECKING
 
 import zmq
@@ -177,7 +175,8 @@ class ConnectionTable:
         if link is not None:
             # Closed by its own side before it spoke ZMTP: a scan or probe, no worker come back.
             peer_gave_up = handshake_failed and now - link.accepted_at < self._handshake_seconds
-            self._ledger.link_closed(descriptor, now, may_have_been_a_worker=not peer_gave_up)
+            may_have_been = not peer_gave_up and link.speaks_zmtp is not False
+            self._ledger.link_closed(descriptor, now, may_have_been_a_worker=may_have_been)
             if link.connection is not None:
                 self._link_ended(link.connection)
             elif descriptor not in self._unproven.values():
@@ -304,7 +303,27 @@ class ConnectionTable:
         self._next_tidy = now + _TIDY_SECONDS
         for copy in self._sockets.values():
             copy.give_up_if_silent(self._half_open_seconds)
+        self._end_strangers_to_zmtp(now)
         self._forget_closed(now)
+
+    def _end_strangers_to_zmtp(self, now: float) -> None:
+        """End links that never shook hands and that libzmq keeps: HTTP, TLS, the oldest framing.
+
+        They could not be a worker come back, and must not hold a dead one's memory as if they were.
+        """
+        for link in self._ledger.silent_links():
+            if link.speaks_zmtp or now - link.accepted_at < self._handshake_seconds + 1:
+                continue
+            copy = PeerSocket.duplicate(link.descriptor)
+            if copy is None:
+                continue
+            link_speaks_zmtp = copy.shook_hands()
+            self.read_monitor()
+            if self._ledger.open_link(link.descriptor) is link:
+                link.speaks_zmtp = link_speaks_zmtp
+                if not link_speaks_zmtp:
+                    copy.end()
+            copy.close()
 
     def _forget_closed(self, now: float) -> None:
         kept = []
@@ -367,8 +386,7 @@ def _turn_away(descriptor: int) -> None:
     """
     copy = PeerSocket.duplicate(descriptor)
     if copy is not None:
-        with contextlib.suppress(OSError):
-            copy.socket.shutdown(socket.SHUT_RDWR)
+        copy.end()
         copy.close()
 
 

@@ -25,7 +25,14 @@ _UNACKNOWLEDGED_OFFSET = 8 + 4 * 4
 _LAST_ACK_RECEIVED_OFFSET = 8 + 12 * 4
 """struct tcp_info, include/uapi/linux/tcp.h: 8 bytes of flags, then u32s; the 5th and the 13th."""
 
-_TCP_INFO_BYTES = 104
+_BYTES_ACKNOWLEDGED = struct.Struct("<Q")
+_BYTES_ACKNOWLEDGED_OFFSET = 8 + 24 * 4 + 2 * 8
+"""The same struct, Linux 4.1: after 24 u32s and two u64s."""
+
+_TCP_INFO_BYTES = 128
+_ZMTP_GREETING_BYTES = 64
+"""ZMTP 3.x, section 3.1: each side sends this much before anything else."""
+
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 _PEER_CREDENTIALS = struct.Struct("3i")
 
@@ -128,6 +135,26 @@ class PeerSocket:
         if info[0] == _TCP_CLOSE and milliseconds / 1000 >= keepalive_silence_seconds:
             return CloseKind.TIMED_OUT
         return CloseKind.PEER
+
+    def shook_hands(self) -> bool:
+        """Tell whether the peer has taken our whole ZMTP greeting.
+
+        libzmq sends the first ten bytes of it to anybody, and the rest only to who answers in
+        kind. What cannot be told (a Unix socket) counts as yes.
+        """
+        if self.socket.family == socket.AF_UNIX:
+            return True
+        try:
+            info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+            (taken,) = _BYTES_ACKNOWLEDGED.unpack_from(info, _BYTES_ACKNOWLEDGED_OFFSET)
+        except (OSError, struct.error):
+            return True
+        return int(taken) >= _ZMTP_GREETING_BYTES
+
+    def end(self) -> None:
+        """End the connection; libzmq reads the end, and closes its descriptor."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
 
     def give_up_if_silent(self, seconds: float) -> None:
         """End a TCP connection whose data was not acknowledged for so long, as ourselves.
