@@ -218,14 +218,16 @@ class AgentConfig:
         default=1024,
         metadata=Flag(
             Group.TRANSFERS,
-            "Lookups and the like that may wait; more are refused at once.",
+            "Lookups and the like that may wait; more are refused at once, and one client gets half.",
             bounds=_QUEUE,
         ).metadata,
     )
     affinity_queue_size: int = field(
         default=1024,
         metadata=Flag(
-            Group.TRANSFERS, "Transfers that may wait; more are refused at once.", bounds=_QUEUE
+            Group.TRANSFERS,
+            "Transfers that may wait; more are refused at once, and one client gets half.",
+            bounds=_QUEUE,
         ).metadata,
     )
 
