@@ -218,7 +218,7 @@ class AgentConfig:
         default=1024,
         metadata=Flag(
             Group.TRANSFERS,
-            "Lookups and the like that may wait; more are refused at once, and one client gets half.",
+            "Lookups and the like that may wait; more are refused at once. One client gets half.",
             bounds=_QUEUE,
         ).metadata,
     )
@@ -226,7 +226,7 @@ class AgentConfig:
         default=1024,
         metadata=Flag(
             Group.TRANSFERS,
-            "Transfers that may wait; more are refused at once, and one client gets half.",
+            "Transfers that may wait; more are refused at once. One client gets half.",
             bounds=_QUEUE,
         ).metadata,
     )

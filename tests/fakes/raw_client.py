@@ -272,7 +272,8 @@ class SteadyPinger:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        poll_until(lambda: self.seconds, 5, "the first ping is answered")
+        # Enough of them for the agent to know the connection, and so to hold all it will hold.
+        poll_until(lambda: len(self.seconds) > 30, 10, "the first pings are answered")
         return self
 
     def __exit__(

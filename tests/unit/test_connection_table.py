@@ -156,25 +156,34 @@ def test_connections_without_a_descriptor_are_asked_for_from_time_to_time(scene:
 
 
 def test_a_descriptor_that_was_reused_meanwhile_proves_nothing(scene: Scene) -> None:
-    """Libzmq may still route to a connection whose descriptor is already another's socket."""
+    """Libzmq may still accept replies to a connection whose descriptor is another's by now."""
     with socket.create_server(("127.0.0.1", 0)) as reused:
         descriptor = reused.fileno()
         scene.happens(Accepted(descriptor))
         worker = scene.table.of_message(frame(descriptor))
-
-        def reuse() -> None:
-            scene.on_probe = lambda: None
-            scene.queue += [
-                Disconnected(descriptor, handshake_failed=False),
-                Accepted(descriptor),
-            ]
-
-        scene.on_probe = reuse
+        scene.queue += [Disconnected(descriptor, handshake_failed=False), Accepted(descriptor)]
         scene.table.replied(worker)
         assert worker.link is None
         scene.routable.clear()
         scene.later(0.021)
         assert worker.close_kind is CloseKind.PEER
+
+
+def test_who_follows_at_once_on_a_descriptor_is_proven_by_a_later_reply(scene: Scene) -> None:
+    """By then the one before it is no longer routable; nobody is sent what it did not ask for."""
+    probes: list[None] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        descriptor = listener.fileno()
+        scene.happens(Accepted(descriptor), Disconnected(descriptor, handshake_failed=False))
+        scene.happens(Accepted(descriptor))
+        worker = scene.table.of_message(frame(descriptor))
+        scene.on_probe = lambda: probes.append(None)
+        scene.table.replied(worker)
+        assert worker.link is None
+        scene.later(1.1)
+        scene.table.replied(worker)
+        assert worker.accept_serial == 2
+        assert probes == []
 
 
 def test_a_descriptor_that_stays_is_proven_by_the_reply(scene: Scene) -> None:
@@ -193,6 +202,7 @@ def _process_at_a_socket(scene: Scene, number: int, says: InstanceId | None) -> 
     """A connection of this process over a Unix socket, proven, that ended again."""
     routing_id = RoutingId(b"\0\0\0\1" + bytes([number]))
     scene.routable.add(routing_id)
+    scene.time += 1.0  # who comes at once after another is proven later
     ours, theirs = socket.socketpair()
     with ours, theirs:
         descriptor = ours.fileno()

@@ -19,7 +19,7 @@ from lmcache_nodeagent.events import MalformedMessage
 from lmcache_nodeagent.ids import RoutingId
 from lmcache_nodeagent.liveness.evidence import UNKNOWN_PEER, CloseKind, Connection, Link
 from lmcache_nodeagent.transport.monitor import Accepted, Disconnected
-from lmcache_nodeagent.transport.peers import PeerSocket, tcp_peer
+from lmcache_nodeagent.transport.peers import PeerSocket, name_of_caller, tcp_peer, turn_away
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,6 +34,9 @@ _CHOSEN_BY_LIBZMQ = b"\0"
 
 _FORGET_CLOSED_SECONDS = 5.0
 """A closed connection's messages may still be unread; after this nothing of it is left."""
+
+_GIVEN_UP_SECONDS = 0.1
+"""libzmq gives a routing id up 1.5 to 4 ms after the monitor's word, as measured."""
 
 _TIDY_SECONDS = 1.0
 
@@ -75,6 +78,7 @@ class ConnectionTable:
         self._now = now
         self._suspects: dict[RoutingId, float] = {}  # may have ended; moment of the last check
         self._suspects_checked_at = now()
+        self._freed: dict[int, float] = {}  # descriptor -> end of the last link it had
         self._callers: dict[int, str] = {}  # descriptor of an open link -> who called
         self._unheard: list[tuple[int, str]] = []  # links that ended before we read a message
         self._anonymous: set[RoutingId] = set()  # open, but libzmq tells no descriptor
@@ -123,28 +127,35 @@ class ConnectionTable:
     def replied(self, connection: Connection) -> None:
         """A reply was accepted for this connection: prove its link, if that is not done yet.
 
-        Raises nothing: a link that cannot be proven stays a candidate, which only delays reaps.
+        Not while an earlier owner of the descriptor may still be routable: libzmq gives a routing
+        id up a moment after the descriptor is free. The next reply tries again.
         """
         descriptor = self._unproven.get(connection.routing_id)
         if descriptor is None:
             return
         self.read_monitor()
         link = self._ledger.open_link(descriptor)
+        freed_at = self._freed.get(descriptor)
         if link is None or link.connection is not None:
+            return
+        if freed_at is not None and self._now() - freed_at < _GIVEN_UP_SECONDS:
             return
         copy = PeerSocket.duplicate(descriptor)
         if copy is None:
             return
-        routable = self._is_routable(connection.routing_id)
-        # libzmq looks at what its I/O thread tells it only now and then, so a probe may succeed
-        # after the end. The monitor knew of the end before the descriptor could be reused.
-        self.read_monitor()
-        same_link = self._ledger.open_link(descriptor) is link and link.connection is None
-        if routable and same_link and connection.is_open:
+        self.read_monitor()  # the end of the link that was duplicated would be there by now
+        if self._ledger.open_link(descriptor) is link and connection.is_open:
             del self._unproven[connection.routing_id]
             self._prove(connection, link, copy)
         else:
             copy.close()
+
+    def _prove_those_at_unix_sockets(self) -> None:
+        """Prove what the first reply could not, for the sake of the pidfd, by a probe."""
+        for routing_id in tuple(self._unproven):
+            connection = self._connections[routing_id]
+            if connection.peer is UNKNOWN_PEER and self._is_routable(routing_id):
+                self.replied(connection)
 
     def _prove(self, connection: Connection, link: Link, copy: PeerSocket) -> None:
         connection.link = link
@@ -161,16 +172,17 @@ class ConnectionTable:
         for event in self._monitor.events():
             match event:
                 case Accepted(descriptor):
-                    self._callers[descriptor] = _caller(descriptor)
+                    self._callers[descriptor] = name_of_caller(descriptor)
                     self._ledger.accepted(descriptor, self._now())
                     if self._ledger.open_links() > self._max_links:
-                        _turn_away(descriptor)
+                        turn_away(descriptor)
                 case Disconnected(descriptor, handshake_failed):
                     self._disconnected(descriptor, handshake_failed=handshake_failed)
 
     def _disconnected(self, descriptor: int, *, handshake_failed: bool) -> None:
         now = self._now()
         caller = self._callers.pop(descriptor, UNKNOWN_PEER.text)
+        self._freed[descriptor] = now
         link = self._ledger.open_link(descriptor)
         if link is not None:
             # Closed by its own side before it spoke ZMTP: a scan or probe, no worker come back.
@@ -304,6 +316,7 @@ class ConnectionTable:
         for copy in self._sockets.values():
             copy.give_up_if_silent(self._half_open_seconds)
         self._end_strangers_to_zmtp(now)
+        self._prove_those_at_unix_sockets()
         self._forget_closed(now)
 
     def _end_strangers_to_zmtp(self, now: float) -> None:
@@ -367,27 +380,6 @@ class ConnectionTable:
             self._forget_pidfd(pidfd)
         self._sockets.clear()
         self.exits.close()
-
-
-def _caller(descriptor: int) -> str:
-    """Name who is at the other end of a link that was just accepted; it may be gone by now."""
-    copy = PeerSocket.duplicate(descriptor)
-    if copy is None:
-        return UNKNOWN_PEER.text
-    peer = copy.peer() or UNKNOWN_PEER
-    copy.close()
-    return peer.text
-
-
-def _turn_away(descriptor: int) -> None:
-    """End a connection that is one too many: libzmq aborts when a Unix listener has no descriptor.
-
-    Should the number be another's by now, that one has to connect again.
-    """
-    copy = PeerSocket.duplicate(descriptor)
-    if copy is not None:
-        copy.end()
-        copy.close()
 
 
 def _property(frame: zmq.Frame, name: int | str) -> int | str | None:

@@ -192,3 +192,24 @@ class PeerSocket:
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None
+
+
+def name_of_caller(descriptor: int) -> str:
+    """Name who is at the other end of a link that was just accepted; it may be gone by now."""
+    copy = PeerSocket.duplicate(descriptor)
+    if copy is None:
+        return UNKNOWN_PEER.text
+    peer = copy.peer() or UNKNOWN_PEER
+    copy.close()
+    return peer.text
+
+
+def turn_away(descriptor: int) -> None:
+    """End a connection that is one too many: libzmq aborts when a Unix listener has no descriptor.
+
+    Should the number be another's by now, that one has to connect again.
+    """
+    copy = PeerSocket.duplicate(descriptor)
+    if copy is not None:
+        copy.end()
+        copy.close()
