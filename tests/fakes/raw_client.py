@@ -6,6 +6,7 @@ TCP socket for what libzmq would never send. `SteadyPinger` is the well-behaved 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -324,7 +325,10 @@ class Footprint:
 
 def regions_of(pid: int) -> list[Path]:
     """Return the shared-memory files of ours that a process holds open."""
-    held = [entry.stat() for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.exists()]
+    held = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed while we look, in busy agents
+            held.append(entry.stat())
     return [
         path
         for path in Path("/dev/shm").glob("lmcache-kube.l1.*")
