@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import traceback
-from collections import Counter
 from typing import TYPE_CHECKING, Protocol
 
 from lmcache_nodeagent.errors import (
@@ -79,7 +78,6 @@ class Dispatcher:
         self._in_order: dict[RoutingId, Request] = {}  # the last in SYNC; router thread only
         # Handed to a pool, in order of arrival. Each dict operation is atomic: no lock.
         self._unanswered: dict[Request, None] = {}
-        self.requests: Counter[str] = Counter()  # router thread only; read by metrics
 
     def close(self) -> None:
         """Hand no request to a pool any more: refuse it. Threads: any."""
@@ -105,7 +103,6 @@ class Dispatcher:
             self._malformed(connection, error.code, str(error))
             self._send(Reply(connection, "unknown", uid, mismatched_operation(str(error)), None))
             return
-        self.requests[operation.name] += 1
         request = Request(
             connection,
             operation,

@@ -90,7 +90,6 @@ class Router:
         self._stopping = Event()
         self._last_read_at = now()
         self._last_turn_at = now()
-        self.dropped: Counter[str] = Counter()  # router thread only; read by metrics
 
     def serve(self, receive: Callable[[Connection, Sequence[bytes]], None]) -> None:
         """Connect the dispatcher; before `run`."""
@@ -208,7 +207,6 @@ class Router:
             send(reply.document, _NOBLOCK)
 
     def _dropped(self, reply: Reply, reason: str) -> None:
-        self.dropped[reason] += 1
         self._publish(ReplyDropped(reply.operation_name, reason, reply.connection.peer.text))
 
     def _is_routable(self, routing_id: RoutingId) -> bool:
