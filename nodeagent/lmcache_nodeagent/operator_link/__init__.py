@@ -1,1 +1,1 @@
-"""The stream to the operator; opened by a later issue."""
+"""The stream to the operator: opened by the agent, needed by nothing else in it."""
