@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lmcache_nodeagent.config_flags import Bounds, Flag, Group, Option, options_of
+from lmcache_nodeagent.config_reaping import ReapingConfig
 from lmcache_nodeagent.config_rules import listener_problems, window_problems
 from lmcache_nodeagent.errors import ConfigError
 
@@ -23,13 +24,14 @@ _QUEUE = Bounds(1, 1_000_000)
 _SHARE = Bounds(0.01, 1)
 _YEAR = 31_536_000
 _LIFETIME = Bounds(1, _YEAR)
-_CONFIRMATION = Bounds(3, _YEAR)
 _HOST = r"[^\s/]+"
 _HOST_WORDS = "a host name, an address, or *"
+_PATH = "/.+"
+_PATH_WORDS = "an absolute path"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AgentConfig:
+class AgentConfig(ReapingConfig):
     """The settings of one agent. Only `l1_size_gb` has no default.
 
     Raises:
@@ -57,8 +59,8 @@ class AgentConfig:
             Group.MESSAGES,
             "Also listen on a Unix socket at this path. Workers that connect there are known by "
             "process, so their death is proven at once.",
-            pattern="/.+",
-            pattern_words="an absolute path",
+            pattern=_PATH,
+            pattern_words=_PATH_WORDS,
         ).metadata,
     )
     max_message_bytes: int = field(
@@ -231,64 +233,6 @@ class AgentConfig:
         ).metadata,
     )
 
-    worker_reap_timeout_seconds: float = field(
-        default=120.0,
-        metadata=Flag(
-            Group.LIVENESS,
-            "Silence after which a worker that has pinged counts as dead. 0 reaps nobody.",
-            unit="seconds",
-            bounds=Bounds(30, _YEAR, zero_is_off=True),
-        ).metadata,
-    )
-    worker_registration_grace_seconds: float = field(
-        default=3600.0,
-        metadata=Flag(
-            Group.LIVENESS,
-            "Silence after which a worker that never pinged counts as dead.",
-            unit="seconds",
-            bounds=_LIFETIME,
-        ).metadata,
-    )
-    worker_heartbeat_interval_seconds: float = field(
-        default=10.0,
-        metadata=Flag(
-            Group.LIVENESS,
-            "Interval at which workers are set to ping.",
-            unit="seconds",
-            bounds=Bounds(0.1, _YEAR),
-        ).metadata,
-    )
-    hint_confirm_seconds: float = field(
-        default=15.0,
-        metadata=Flag(
-            Group.LIVENESS,
-            "Silence that confirms a hint of a worker's death.",
-            unit="seconds",
-            bounds=_CONFIRMATION,
-        ).metadata,
-    )
-    close_confirm_seconds: float = field(
-        default=10.0,
-        metadata=Flag(
-            Group.LIVENESS,
-            "Silence that confirms a closed connection as a worker's death.",
-            unit="seconds",
-            bounds=_CONFIRMATION,
-        ).metadata,
-    )
-    reap_mode: Literal["enforce", "observe"] = field(
-        default="enforce",
-        metadata=Flag(
-            Group.LIVENESS, "observe only logs and counts whom enforce would have reaped."
-        ).metadata,
-    )
-    reap_idle_connected: bool = field(
-        default=False,
-        metadata=Flag(
-            Group.LIVENESS,
-            "Also reap a worker that never pinged at its grace while its connection is open.",
-        ).metadata,
-    )
     release_deadline_seconds: float = field(
         default=30.0,
         metadata=Flag(
@@ -296,6 +240,37 @@ class AgentConfig:
             "Time a dead worker's memory may take to release before it is reported as stuck.",
             unit="seconds",
             bounds=Bounds(0.1, _YEAR),
+        ).metadata,
+    )
+    reaping_settings: str = field(
+        default="",
+        metadata=Flag(
+            Group.LIVENESS,
+            "JSON file with any of the settings that may change while the agent runs, named as the "
+            "flags but for the dashes in front. It is read again every few seconds and wins over "
+            "flags. A bad one changes nothing and is reported.",
+            pattern=_PATH,
+            pattern_words=_PATH_WORDS,
+        ).metadata,
+    )
+
+    operator_link: str = field(
+        default="",
+        metadata=Flag(
+            Group.LINK,
+            "Folder with the files url (wss://host:port, where the operator listens) and ca.crt "
+            "(whose certificates it may have). They are read again whenever they change.",
+            pattern=_PATH,
+            pattern_words=_PATH_WORDS,
+        ).metadata,
+    )
+    operator_token_file: str = field(
+        default="",
+        metadata=Flag(
+            Group.LINK,
+            "File with the token that says to the operator who this agent is.",
+            pattern=_PATH,
+            pattern_words=_PATH_WORDS,
         ).metadata,
     )
 
@@ -372,7 +347,7 @@ class AgentConfig:
 
 
 OPTIONS: tuple[Option, ...] = options_of(AgentConfig)
-"""Every setting as people meet it, in the order of the fields."""
+"""Every setting as people meet it."""
 
 
 def bare_host(host: str) -> str:

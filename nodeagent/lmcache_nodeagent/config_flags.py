@@ -32,6 +32,7 @@ class Group(StrEnum):
     CACHE = "Cache"
     TRANSFERS = "Transfers and pools"
     LIVENESS = "Worker liveness"
+    LINK = "Operator link"
     LOGS = "Identity and logs"
 
 
@@ -173,9 +174,10 @@ class Option:
 
 
 def options_of(config: type) -> tuple[Option, ...]:
-    """Derive the options of a configuration dataclass, in the order of its fields."""
-    hints = typing.get_type_hints(config)
-    return tuple(_option(item, hints[item.name]) for item in dataclasses.fields(config))
+    """Derive the options of a configuration dataclass, group by group, then as its fields stand."""
+    hints, groups = typing.get_type_hints(config), tuple(Group)
+    found = [_option(item, hints[item.name]) for item in dataclasses.fields(config)]
+    return tuple(sorted(found, key=lambda option: groups.index(option.flag.group)))
 
 
 def value_text(value: Value) -> str:

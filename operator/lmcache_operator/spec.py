@@ -20,6 +20,10 @@ from lmcache_operator.quantity import whole_units
 SOCKET_PATH = "/run/lmcache-kube/agent.sock"
 """The agent's Unix socket, in its own container and in those of workers that mount the folder."""
 
+REAPING_SETTINGS_PATH = "/etc/lmcache-kube/reaping/reaping.json"
+LINK_FOLDER = "/etc/lmcache-kube/link"
+TOKEN_PATH = "/var/run/secrets/lmcache-kube/token"  # noqa: S105  # where it is, not what it is
+
 _EVICTION_POLICIES = {"LRU": "LRU", "None": "noop"}
 _PER_CENT = 100
 _MSGSPEC_PLACE = re.compile(r"(?P<problem>.*?)(?: - at `\$(?P<place>[^`]*)`)?", re.DOTALL)
@@ -77,6 +81,11 @@ def agent_config(spec: Spec, *, uid: str) -> AgentConfig:
             close_confirm_seconds=hints.close_confirm_seconds,
             reap_mode="enforce" if reaping.mode == "Enforce" else "observe",
             reap_idle_connected=reaping.reap_idle_connected,
+            hints="enforce" if hints.mode == "Enforce" else "disabled",
+            stuck_release="alert" if reaping.stuck_release.action == "Alert" else "restart",
+            reaping_settings=REAPING_SETTINGS_PATH,
+            operator_link=LINK_FOLDER,
+            operator_token_file=TOKEN_PATH,
             log_level=server.log_level,
             log_format="json",
         )

@@ -62,7 +62,8 @@ def test_defaults_are_the_agents_own() -> None:
         for option in OPTIONS
         if getattr(ours, option.field_name) != getattr(theirs, option.field_name)
     }
-    assert differing == {"host", "http_host", "log_format"}
+    mounted = {"reaping_settings", "operator_link", "operator_token_file"}
+    assert differing == {"host", "http_host", "log_format", *mounted}
 
 
 def test_every_owned_flag_is_written_out() -> None:

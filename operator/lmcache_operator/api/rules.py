@@ -41,6 +41,11 @@ OWNED_FLAGS = {
     "--reap-mode": "spec.reaping.mode",
     "--reap-idle-connected": "spec.reaping.reapIdleConnected",
     "--no-reap-idle-connected": "spec.reaping.reapIdleConnected",
+    "--hints": "spec.reaping.hints.mode",
+    "--stuck-release": "spec.reaping.stuckRelease.action",
+    "--reaping-settings": "spec.reaping",
+    "--operator-link": "no field: agents are told where the operator is",
+    "--operator-token-file": "no field: agents have a token of their own",
     "--log-level": "spec.server.logLevel",
     "--log-format": "no field: agents write JSON lines",
 }
