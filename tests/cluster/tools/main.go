@@ -1,9 +1,10 @@
-// Command kube is a test control plane in one file: etcd, kube-apiserver, kube-controller-manager
-// and kubectl. It is linked once and called by the name of the program wanted, through symbolic
-// links beside it; linking each program by itself would take four times as long.
+// Command kube is a test cluster in one file: etcd, the control plane, kubectl, what a node runs.
+// It is linked once and called by the name of the program wanted, through symbolic links beside it;
+// linking each program by itself would take seven times as long.
 package main
 
 import (
+	"context"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -16,6 +17,9 @@ import (
 	"k8s.io/kubectl/pkg/cmd"
 	apiserver "k8s.io/kubernetes/cmd/kube-apiserver/app"
 	controllers "k8s.io/kubernetes/cmd/kube-controller-manager/app"
+	proxy "k8s.io/kubernetes/cmd/kube-proxy/app"
+	scheduler "k8s.io/kubernetes/cmd/kube-scheduler/app"
+	kubelet "k8s.io/kubernetes/cmd/kubelet/app"
 )
 
 func main() {
@@ -26,11 +30,18 @@ func main() {
 		os.Exit(cli.Run(apiserver.NewAPIServerCommand()))
 	case "kube-controller-manager":
 		os.Exit(cli.Run(controllers.NewControllerManagerCommand()))
+	case "kube-scheduler":
+		os.Exit(cli.Run(scheduler.NewSchedulerCommand()))
+	case "kube-proxy":
+		os.Exit(cli.Run(proxy.NewProxyCommand()))
+	case "kubelet":
+		os.Exit(cli.Run(kubelet.NewKubeletCommand(context.Background())))
 	case "kubectl":
 		run(cmd.NewDefaultKubectlCommand())
 	default:
 		fmt.Fprintf(os.Stderr, "%s is no program of this file: call it by a link named "+
-			"etcd, kube-apiserver, kube-controller-manager or kubectl\n", name)
+			"etcd, kube-apiserver, kube-controller-manager, kube-scheduler, kube-proxy, "+
+			"kubelet or kubectl\n", name)
 		os.Exit(2)
 	}
 }
