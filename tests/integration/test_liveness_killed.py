@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.agent_process import AgentProcess
+from tests.fakes.agent_process import FAST_WINDOWS, AgentProcess
 from tests.fakes.netns import needs_root
 from tests.fakes.worker_process import Worker, WorkerProcess
+from tests.polling import poll_until
 
 SMALLEST_CLOSE_SECONDS = 3
 SLACK_SECONDS = 1.0
@@ -130,3 +131,19 @@ def seconds_to_process_exit(agent: AgentProcess, path: Path, instance_id: int) -
     assert reap["reason"] == "process_exit"
     detected_at = datetime.fromisoformat(reap["detected_at"]).timestamp()
     return detected_at + float(reap["release_seconds"]) - killed_at
+
+
+@pytest.mark.slow
+def test_a_newcomer_that_speaks_once_does_not_hold_a_dead_workers_memory(
+    start_workers: StartWorkers,
+) -> None:
+    """It comes so soon that it has the dead one's descriptor, and is silent ever after."""
+    limit = SMALLEST_CLOSE_SECONDS + 5 * SLACK_SECONDS
+    with AgentProcess(*FAST_WINDOWS) as agent, ExitStack() as newcomers:
+        (worker,) = start_workers(agent, 1)
+        worker.kill()
+        poll_until(lambda: agent.instances()[1]["state"] == "closed", 5)
+        newcomer = newcomers.enter_context(Worker(agent.url, 2))
+        assert newcomer.ping_nil() is True
+        assert agent.wait_reaped(1, limit)["reason"] == "connection_closed"
+        assert newcomer.ping_nil() is True

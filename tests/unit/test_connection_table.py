@@ -186,6 +186,27 @@ def test_who_follows_at_once_on_a_descriptor_is_proven_by_a_later_reply(scene: S
         assert probes == []
 
 
+@pytest.mark.parametrize(("sends", "proven"), [(200, True), (107, False)])
+def test_who_follows_at_once_and_then_falls_silent_is_proven_by_what_it_sent(
+    sends: int, proven: bool, scene: Scene
+) -> None:
+    """A handshake alone is no message: then the message was the earlier owner's, read late."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        peer = socket.create_connection(listener.getsockname())
+        ours, _ = listener.accept()
+        with peer, ours:
+            descriptor = ours.fileno()
+            scene.happens(Accepted(descriptor), Disconnected(descriptor, handshake_failed=False))
+            scene.happens(Accepted(descriptor))
+            worker = scene.table.of_message(frame(descriptor))
+            scene.table.replied(worker)
+            peer.sendall(bytes(sends))
+            ours.recv(sends, socket.MSG_WAITALL)
+            scene.later(1.1)
+            scene.later(1.1)
+            assert worker.accept_serial == (2 if proven else 0)
+
+
 def test_a_descriptor_that_stays_is_proven_by_the_reply(scene: Scene) -> None:
     """From then on the monitor's word on it is about this connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:

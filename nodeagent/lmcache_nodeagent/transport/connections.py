@@ -19,7 +19,15 @@ from lmcache_nodeagent.events import MalformedMessage
 from lmcache_nodeagent.ids import RoutingId
 from lmcache_nodeagent.liveness.evidence import UNKNOWN_PEER, CloseKind, Connection, Link
 from lmcache_nodeagent.transport.monitor import Accepted, Disconnected
-from lmcache_nodeagent.transport.peers import PeerSocket, name_of_caller, tcp_peer, turn_away
+from lmcache_nodeagent.transport.peers import (
+    PeerSocket,
+    has_exited,
+    has_sent_a_message,
+    metadata,
+    name_of_caller,
+    tcp_peer,
+    turn_away,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -42,7 +50,6 @@ _TIDY_SECONDS = 1.0
 
 _WATCH_EXIT_SECONDS = 60.0
 """A process may exit after its connection closed; later than this, its exit proves nothing."""
-
 
 _SUSPECT_SECONDS = 1.0
 """libzmq gives a routing id up a moment after the monitor's word; one that lasts longer lives."""
@@ -85,6 +92,7 @@ class ConnectionTable:
         self._anonymous_checked_at = now()
         self._connections: dict[RoutingId, Connection] = {}
         self._unproven: dict[RoutingId, int] = {}  # descriptor of the first message
+        self._have_sent: set[Link] = set()  # open ones that somebody unproven has spoken over
         self._sockets: dict[RoutingId, PeerSocket] = {}
         self._pidfds: dict[int, Connection] = {}
         self._next_tidy = 0.0
@@ -103,10 +111,10 @@ class ConnectionTable:
         return known
 
     def _first_message(self, routing_id: RoutingId, frame: zmq.Frame) -> Connection:
-        peer = tcp_peer(str(_property(frame, "Peer-Address") or ""))
+        peer = tcp_peer(str(metadata(frame, "Peer-Address") or ""))
         connection = Connection(routing_id=routing_id, peer=peer, opened_at=self._now())
         self._connections[routing_id] = connection
-        descriptor = _property(frame, zmq.SRCFD)
+        descriptor = metadata(frame, zmq.SRCFD)
         if isinstance(descriptor, int):
             self._unproven[routing_id] = descriptor
             heard = next((entry for entry in self._unheard if entry[0] == descriptor), None)
@@ -120,7 +128,7 @@ class ConnectionTable:
         """A client that chose its routing id may return with it while its old link is half open."""
         if not known.is_open:
             return True
-        descriptor = _property(frame, zmq.SRCFD)
+        descriptor = metadata(frame, zmq.SRCFD)
         expected = known.link.descriptor if known.link else self._unproven.get(known.routing_id)
         return isinstance(descriptor, int) and expected is not None and descriptor != expected
 
@@ -156,6 +164,21 @@ class ConnectionTable:
             connection = self._connections[routing_id]
             if connection.peer is UNKNOWN_PEER and self._is_routable(routing_id):
                 self.replied(connection)
+
+    def _prove_those_that_had_to_wait(self) -> None:
+        """Prove who was answered while its descriptor was too new, and has been silent since.
+
+        A peer that had sent a message by the last time is among the unproven ones, all being read,
+        and of those that named its descriptor it is the last: libzmq counts its routing ids up.
+        """
+        had_sent, self._have_sent = self._have_sent, set()
+        last = {descriptor: routing_id for routing_id, descriptor in sorted(self._unproven.items())}
+        for descriptor, routing_id in last.items():
+            link = self._ledger.open_link(descriptor)
+            if link in had_sent:
+                self.replied(self._connections[routing_id])
+            elif link is not None and has_sent_a_message(descriptor):
+                self._have_sent.add(link)
 
     def _prove(self, connection: Connection, link: Link, copy: PeerSocket) -> None:
         connection.link = link
@@ -245,19 +268,16 @@ class ConnectionTable:
         self._unproven.pop(connection.routing_id, None)
         self._anonymous.discard(connection.routing_id)
         self._suspects.pop(connection.routing_id, None)
-        copy = self._sockets.pop(connection.routing_id, None)
-        if copy is not None:
-            self._drop_socket(copy, connection)
         self._closed.append((now, connection))
-
-    def _drop_socket(self, copy: PeerSocket, connection: Connection) -> None:
-        if copy.pidfd is not None:
-            if self._exited(copy.pidfd):
-                connection.process_gone = True
-                self._forget_pidfd(copy.pidfd)
-            else:
-                self._watch_on(copy.pidfd, connection)
-            copy.pidfd = None
+        copy = self._sockets.pop(connection.routing_id, None)
+        if copy is None:
+            return
+        if copy.pidfd is not None and has_exited(copy.pidfd):
+            connection.process_gone = True
+            self._forget_pidfd(copy.pidfd)
+        elif copy.pidfd is not None:
+            self._watch_on(copy.pidfd, connection)
+        copy.pidfd = None
         copy.close()
 
     def _watch_on(self, pidfd: int, connection: Connection) -> None:
@@ -272,11 +292,6 @@ class ConnectionTable:
         for other, watched in tuple(self._pidfds.items()):
             if other != pidfd and not watched.is_open and watched.same_peer(connection):
                 self._forget_pidfd(other)
-
-    def _exited(self, pidfd: int) -> bool:
-        poll = select.poll()
-        poll.register(pidfd, select.POLLIN)
-        return bool(poll.poll(0))
 
     def read_exits(self) -> None:
         """Note the processes that have exited."""
@@ -317,6 +332,8 @@ class ConnectionTable:
             copy.give_up_if_silent(self._half_open_seconds)
         self._end_strangers_to_zmtp(now)
         self._prove_those_at_unix_sockets()
+        if all_read:
+            self._prove_those_that_had_to_wait()
         self._forget_closed(now)
 
     def _end_strangers_to_zmtp(self, now: float) -> None:
@@ -347,8 +364,7 @@ class ConnectionTable:
                 del self._connections[connection.routing_id]
         self._closed = kept
         for pidfd, watched in tuple(self._pidfds.items()):
-            ended_at = watched.closed_at
-            if ended_at is not None and now - ended_at >= _WATCH_EXIT_SECONDS:
+            if watched.closed_at is not None and now - watched.closed_at >= _WATCH_EXIT_SECONDS:
                 self._forget_pidfd(pidfd)
 
     def _report_unheard(self) -> None:
@@ -380,11 +396,3 @@ class ConnectionTable:
             self._forget_pidfd(pidfd)
         self._sockets.clear()
         self.exits.close()
-
-
-def _property(frame: zmq.Frame, name: int | str) -> int | str | None:
-    """Read a frame's metadata; a peer that speaks the oldest ZMTP framing has none."""
-    try:
-        return frame.get(name)
-    except (zmq.ZMQError, UnicodeDecodeError):
-        return None

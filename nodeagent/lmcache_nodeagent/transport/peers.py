@@ -10,9 +10,12 @@ import contextlib
 import functools
 import ipaddress
 import os
+import select
 import socket
 import struct
 from dataclasses import dataclass
+
+import zmq
 
 from lmcache_nodeagent.liveness.evidence import UNKNOWN_PEER, CloseKind, Peer
 
@@ -25,16 +28,31 @@ _UNACKNOWLEDGED_OFFSET = 8 + 4 * 4
 _LAST_ACK_RECEIVED_OFFSET = 8 + 12 * 4
 """struct tcp_info, include/uapi/linux/tcp.h: 8 bytes of flags, then u32s; the 5th and the 13th."""
 
-_BYTES_ACKNOWLEDGED = struct.Struct("<Q")
+_U64 = struct.Struct("<Q")
 _BYTES_ACKNOWLEDGED_OFFSET = 8 + 24 * 4 + 2 * 8
 """The same struct, Linux 4.1: after 24 u32s and two u64s."""
 
-_TCP_INFO_BYTES = 128
+_BYTES_RECEIVED_OFFSET = _BYTES_ACKNOWLEDGED_OFFSET + 8
+"""The u64 after that one."""
+
+_TCP_INFO_BYTES = 136
 _ZMTP_GREETING_BYTES = 64
 """ZMTP 3.x, section 3.1: each side sends this much before anything else."""
 
+_DEALER_HANDSHAKE_BYTES = 107
+"""The greeting, and a READY command that names the socket's type and an empty identity (3.1, 3.4),
+as counted."""
+
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 _PEER_CREDENTIALS = struct.Struct("3i")
+
+
+def metadata(frame: zmq.Frame, name: int | str) -> int | str | None:
+    """Read a frame's metadata; a peer that speaks the oldest ZMTP framing has none."""
+    try:
+        return frame.get(name)
+    except (zmq.ZMQError, UnicodeDecodeError):
+        return None
 
 
 def tcp_peer(address: str) -> Peer:
@@ -146,7 +164,7 @@ class PeerSocket:
             return True
         try:
             info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-            (taken,) = _BYTES_ACKNOWLEDGED.unpack_from(info, _BYTES_ACKNOWLEDGED_OFFSET)
+            (taken,) = _U64.unpack_from(info, _BYTES_ACKNOWLEDGED_OFFSET)
         except (OSError, struct.error):
             return True
         return int(taken) >= _ZMTP_GREETING_BYTES
@@ -192,6 +210,28 @@ class PeerSocket:
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None
+
+
+def has_exited(pidfd: int) -> bool:
+    """Tell whether a process is gone."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def has_sent_a_message(descriptor: int) -> bool:
+    """Tell whether the peer at a link has sent more than a DEALER's handshake; False if unknown."""
+    copy = PeerSocket.duplicate(descriptor)
+    if copy is None:
+        return False
+    try:
+        info = copy.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        (received,) = _U64.unpack_from(info, _BYTES_RECEIVED_OFFSET)
+    except (OSError, struct.error):
+        return False
+    finally:
+        copy.close()
+    return int(received) > _DEALER_HANDSHAKE_BYTES
 
 
 def name_of_caller(descriptor: int) -> str:

@@ -62,7 +62,6 @@ class Router:
         self._socket = sockets.router
         self._stalls = stalls
         self._ledger = ledger
-        self._wake_reaper = wake_reaper
         self._publish = publish
         self._now = now
         self._receive: Callable[[Connection, Sequence[bytes]], None] = lambda _c, _f: None
