@@ -133,6 +133,9 @@ verify: $(READY) ## Fail if a generated file is out of date
 .PHONY: lock
 lock: ## Resolve the dependencies again into requirements/ (needs uv)
 	$(COMPILE) --all-extras --group dev --output-file requirements/dev.txt pyproject.toml
+	$(COMPILE) --extra nodeagent --extra operator --constraint requirements/dev.txt \
+	  --output-file requirements/runtime.txt pyproject.toml
+	$(COMPILE) --group build --constraint requirements/dev.txt --output-file requirements/build.txt
 
 .PHONY: lock-stock
 lock-stock: ## Resolve the stock environment's locks again (needs uv)
