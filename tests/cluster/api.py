@@ -36,7 +36,7 @@ class Api:
     """Talks to one API server. Each request has a connection of its own: nothing stays open."""
 
     def __init__(self, port: int, authority: str, admin: KeyPair) -> None:
-        self._port = port
+        self.port = port
         self._context = ssl.create_default_context(cafile=authority)
         self._context.load_cert_chain(admin.certificate, admin.key)
 
@@ -54,7 +54,7 @@ class Api:
             OSError: nobody answers.
         """
         connection = http.client.HTTPSConnection(
-            "127.0.0.1", self._port, timeout=_TIMEOUT_SECONDS, context=self._context
+            "127.0.0.1", self.port, timeout=_TIMEOUT_SECONDS, context=self._context
         )
         try:
             text = None if body is None else json.dumps(body)

@@ -1,6 +1,7 @@
-"""A Kubernetes control plane without nodes: etcd, API server and the controllers that tests need.
+"""A Kubernetes control plane: etcd, API server and the controllers that tests need.
 
-Pods are objects here; a test writes their status as a kubelet would.
+By itself it has no nodes: pods are objects, and a test writes their status as a kubelet would.
+Given a network of nodes it also schedules pods, and judges the nodes that join.
 """
 
 from __future__ import annotations
@@ -18,6 +19,13 @@ from typing import Self
 
 from tests.cluster.api import Api
 from tests.cluster.certificates import Authority, KeyPair
+from tests.cluster.program_flags import (
+    NodeNetwork,
+    api_flags,
+    controller_flags,
+    etcd_flags,
+    scheduler_flags,
+)
 from tests.polling import poll_until
 
 CONTEXT = "lmcache-kube-test"
@@ -25,19 +33,6 @@ CONTEXT = "lmcache-kube-test"
 _START_SECONDS = 60.0
 _STOP_SECONDS = 5.0
 _ATTEMPTS = 3  # a free port may be taken by somebody else before it is bound
-_ISSUER = "https://kubernetes.default.svc"
-
-# What acts on objects that exist here. Left out is what judges nodes: there is no kubelet that
-# would renew a node's lease, and its pods would be evicted.
-_CONTROLLERS = (
-    "daemonset-controller",
-    "deployment-controller",
-    "garbage-collector-controller",
-    "namespace-controller",
-    "replicaset-controller",
-    "root-ca-certificate-publisher-controller",
-    "serviceaccount-controller",
-)
 
 
 class ProgramEnded(Exception):
@@ -48,13 +43,21 @@ class ControlPlane:
     """One control plane on free ports; everything it writes is in `folder`.
 
     With `outlives`, its processes go on when this process ends; otherwise they end with it, however
-    it ends.
+    it ends. Without `network`, nothing judges or schedules onto nodes.
     """
 
-    def __init__(self, folder: Path, programs: Path, *, outlives: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        programs: Path,
+        *,
+        outlives: bool = False,
+        network: NodeNetwork | None = None,
+    ) -> None:
         self.folder = folder
         self.programs = programs
         self.kubeconfig = folder / "admin.kubeconfig"
+        self._network = network
         self._outlives = outlives
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._authority: Authority | None = None
@@ -65,6 +68,12 @@ class ControlPlane:
         """The API server, as the administrator."""
         assert self._api is not None, "not started"
         return self._api
+
+    @property
+    def authority(self) -> Authority:
+        """What signs for this control plane."""
+        assert self._authority is not None, "not started"
+        return self._authority
 
     def start(self) -> Self:
         """Start everything and wait until it serves.
@@ -121,30 +130,19 @@ class ControlPlane:
             env={**os.environ, "HOME": str(self.folder)},  # its discovery cache
         )
 
-    def processes(self) -> dict[str, int]:
-        """Return the process id of each program."""
-        return {name: process.pid for name, process in self._processes.items()}
+    def user_kubeconfig(self, file_name: str, user: str, group: str = "") -> Path:
+        """Make credentials for a user, as a kubeconfig."""
+        pair = self.authority.issue(file_name, user, group=group)
+        path = self.folder / f"{file_name}.kubeconfig"
+        self._write_kubeconfig(path, self.api.port, pair)
+        return path
 
-    def _start_servers(self, authority: Authority) -> None:
-        etcd_port, api_port = _free_ports(2)
-        self._start("etcd", *_etcd_flags(self.folder / "etcd", etcd_port))
-        self._start("kube-apiserver", *_api_flags(authority, etcd_port, api_port))
-        admin = authority.issue("admin", "admin", group="system:masters")
-        self._api = Api(api_port, str(authority.certificate), admin)
-        self._write_kubeconfig(self.kubeconfig, api_port, admin)
-        self._wait("the API server", lambda: self._succeeds("/readyz"))
-        controllers = authority.issue("controllers", "system:kube-controller-manager")
-        kubeconfig = self.folder / "controllers.kubeconfig"
-        self._write_kubeconfig(kubeconfig, api_port, controllers)
-        self._start("kube-controller-manager", *_controller_flags(authority, kubeconfig))
-        account = "/api/v1/namespaces/default/serviceaccounts/default"
-        self._wait("the controllers", lambda: self._succeeds(account))
-
-    def _start(self, name: str, *flags: str) -> None:
-        command = [str(self.programs / name), *flags]
+    def start_program(self, name: str, program: str | Path, *flags: str) -> None:
+        """Start one more program; it ends with the others. Its log is `<name>.log`."""
+        command = [str(program), *flags]
         if not self._outlives and (setpriv := shutil.which("setpriv")):
             command = [setpriv, "--pdeathsig", "KILL", *command]
-        with (self.folder / f"{name}.log").open("wb") as log:
+        with (self.folder / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -153,7 +151,13 @@ class ControlPlane:
                 start_new_session=True,  # a Ctrl-C in the terminal is pytest's alone
             )
 
-    def _wait(self, what: str, serves: Callable[[], bool]) -> None:
+    def wait(self, what: str, serves: Callable[[], bool]) -> None:
+        """Wait until a program serves.
+
+        Raises:
+            ProgramEnded: a program ended; the message has the end of its log.
+        """
+
         def settled() -> bool:
             for name, process in self._processes.items():
                 if process.poll() is not None:
@@ -163,6 +167,31 @@ class ControlPlane:
 
         poll_until(settled, _START_SECONDS, f"{what} serves; logs are in {self.folder}")
 
+    def processes(self) -> dict[str, int]:
+        """Return the process id of each program."""
+        return {name: process.pid for name, process in self._processes.items()}
+
+    def _start_servers(self, authority: Authority) -> None:
+        etcd_port, api_port = _free_ports(2)
+        network = self._network
+        self._start("etcd", *etcd_flags(self.folder / "etcd", etcd_port))
+        self._start("kube-apiserver", *api_flags(authority, network, etcd_port, api_port))
+        admin = authority.issue("admin", "admin", group="system:masters")
+        self._api = Api(api_port, str(authority.certificate), admin)
+        self._write_kubeconfig(self.kubeconfig, api_port, admin)
+        self.wait("the API server", lambda: self._succeeds("/readyz"))
+        controllers = self.user_kubeconfig("controllers", "system:kube-controller-manager")
+        flags = controller_flags(authority, network, controllers)
+        self._start("kube-controller-manager", *flags)
+        if network:
+            scheduler = self.user_kubeconfig("scheduler", "system:kube-scheduler")
+            self._start("kube-scheduler", *scheduler_flags(scheduler))
+        account = "/api/v1/namespaces/default/serviceaccounts/default"
+        self.wait("the controllers", lambda: self._succeeds(account))
+
+    def _start(self, name: str, *flags: str) -> None:
+        self.start_program(name, self.programs / name, *flags)
+
     def _succeeds(self, path: str) -> bool:
         try:
             return self.api.request("GET", path).ok
@@ -170,10 +199,9 @@ class ControlPlane:
             return False  # does not listen yet
 
     def _write_kubeconfig(self, path: Path, port: int, user: KeyPair) -> None:
-        assert self._authority is not None, "not started"
         cluster = {
             "server": f"https://127.0.0.1:{port}",
-            "certificate-authority": str(self._authority.certificate),
+            "certificate-authority": str(self.authority.certificate),
         }
         who = {"client-certificate": str(user.certificate), "client-key": str(user.key)}
         content = {
@@ -195,46 +223,3 @@ def _free_ports(count: int) -> list[int]:
     finally:
         for opened in sockets:
             opened.close()
-
-
-def _etcd_flags(folder: Path, port: int) -> list[str]:
-    return [
-        f"--data-dir={folder}",
-        f"--listen-client-urls=http://127.0.0.1:{port}",
-        f"--advertise-client-urls=http://127.0.0.1:{port}",
-        "--listen-peer-urls=http://127.0.0.1:0",
-        "--unsafe-no-fsync",
-        "--log-level=warn",
-    ]
-
-
-def _api_flags(authority: Authority, etcd_port: int, port: int) -> list[str]:
-    pair = authority.issue("apiserver", "kube-apiserver", hosts=("127.0.0.1", "localhost"))
-    tokens = authority.signing_key("service-accounts")
-    return [
-        f"--etcd-servers=http://127.0.0.1:{etcd_port}",
-        "--bind-address=127.0.0.1",
-        f"--secure-port={port}",
-        "--advertise-address=127.0.0.1",
-        "--endpoint-reconciler-type=none",  # nobody reaches it from a pod
-        "--service-cluster-ip-range=10.0.0.0/24",
-        f"--tls-cert-file={pair.certificate}",
-        f"--tls-private-key-file={pair.key}",
-        f"--client-ca-file={authority.certificate}",
-        f"--service-account-issuer={_ISSUER}",
-        f"--service-account-key-file={tokens}",
-        f"--service-account-signing-key-file={tokens}",
-        "--authorization-mode=Node,RBAC",
-        "--allow-privileged=true",
-    ]
-
-
-def _controller_flags(authority: Authority, kubeconfig: Path) -> list[str]:
-    return [
-        f"--kubeconfig={kubeconfig}",
-        f"--controllers={','.join(_CONTROLLERS)}",
-        f"--root-ca-file={authority.certificate}",
-        "--use-service-account-credentials=true",
-        "--leader-elect=false",
-        "--secure-port=0",
-    ]
