@@ -6,9 +6,12 @@ import asyncio
 from collections.abc import Callable
 from http import HTTPStatus
 
+import structlog
 from aiohttp import web
 
 from lmcache_operator.config import OperatorConfig, listen_host
+
+log = structlog.get_logger(__name__)
 
 _NO_STORE = {"Cache-Control": "no-store"}
 
@@ -51,6 +54,7 @@ class HttpServer:
             site = web.TCPSite(runner, host, self._config.http_port)
             await site.start()
             self.port = int(runner.addresses[0][1])
+            log.info("http_listening", port=self.port)
             await asyncio.Event().wait()
         finally:
             await runner.cleanup()

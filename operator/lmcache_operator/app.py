@@ -1,0 +1,172 @@
+"""The parts of the operator, their order, and what happens when one of them ends.
+
+One loop, one thread. Each part is a coroutine that runs until it is cancelled:
+
+| part | does | runs |
+|---|---|---|
+| `http` | `/healthz /readyz /metrics` | always |
+| `lease` | takes the Lease, renews it | always |
+| `agents` | accepts the agents' streams | while the Lease is held |
+| `pods` | lists and watches worker pods | while the Lease is held |
+| `flow` | tells agents what it sees, posts Events, annotates pods | while the Lease is held |
+| `reconcile` | makes the cluster what the specs say, writes status | while the Lease is held |
+| `watch` | kopf: notices changes of our objects and of what they own | while the Lease is held |
+
+If a part ends, the process does: Kubernetes starts a new one, which finds everything it needs in
+the cluster. At a stop the acting parts end first, then the Lease is given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Coroutine
+from typing import Any
+
+import structlog
+
+from lmcache_operator.cluster import Cluster
+from lmcache_operator.config import RELEASE, OperatorConfig
+from lmcache_operator.errors import KindMissing, OperatorError, Unreachable
+from lmcache_operator.handlers import KIND_MISSING, ServerWatch
+from lmcache_operator.http import HttpServer
+from lmcache_operator.lease import Lease
+from lmcache_operator.metrics import Metrics
+
+EXIT_STOPPED = 0
+EXIT_FAILURE = 1
+
+_FIRST_RETRY_SECONDS = 0.5
+_LONGEST_RETRY_SECONDS = 10.0
+
+log = structlog.get_logger(__name__)
+
+
+class _PartEnded(Exception):
+    """A part ended, with the error that made it end."""
+
+    def __init__(self, part: str, cause: BaseException | None) -> None:
+        super().__init__(part)
+        self.part = part
+        self.cause = cause
+
+
+class App:
+    """One operator process."""
+
+    def __init__(self, config: OperatorConfig) -> None:
+        self._config = config
+        self._metrics = Metrics()
+        self._stop = asyncio.Event()
+        self._lease: Lease | None = None
+
+    async def run(self) -> int:
+        """Act until a signal or a failure; return the exit status."""
+        self._take_signals()
+        log.info("operator_starting", release=RELEASE, identity=self._config.identity)
+        try:
+            async with await Cluster.connect(self._config.kubeconfig) as cluster:
+                return await self._run_parts(cluster)
+        except OperatorError as error:
+            log.critical("operator_failed", error=str(error))
+            return EXIT_FAILURE
+
+    async def _run_parts(self, cluster: Cluster) -> int:
+        lease = self._lease = Lease(
+            cluster,
+            namespace=self._config.operator_namespace,
+            name=self._config.lease_name,
+            identity=self._config.identity,
+        )
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._stopped(), name="stop")
+                self._start(group, "http", self._http().run())
+                group.create_task(self._begin(group, cluster, lease), name="begin")
+        except BaseExceptionGroup as group_error:
+            ended, others = group_error.split(_PartEnded)
+            if ended is None or others is not None:
+                raise
+            return _report([part for part in ended.exceptions if isinstance(part, _PartEnded)])
+        finally:
+            await lease.release()
+        raise AssertionError("a group of tasks that never end has ended")
+
+    async def _begin(self, group: asyncio.TaskGroup, cluster: Cluster, lease: Lease) -> None:
+        try:
+            await self._wait_for_the_kind(cluster)
+        except OperatorError as error:
+            raise _PartEnded("begin", error) from error
+        self._start(group, "lease", lease.run())
+        await lease.held.wait()
+        self._start_acting(group, cluster)
+
+    def _start_acting(self, group: asyncio.TaskGroup, cluster: Cluster) -> None:
+        watch = ServerWatch(self._config, cluster, _noticed)
+        self._start(group, "watch", watch.run(started=self._take_signals))
+        log.info("operator_acts", identity=self._config.identity)
+
+    def _start(
+        self, group: asyncio.TaskGroup, part: str, running: Coroutine[Any, Any, None]
+    ) -> None:
+        async def run() -> None:
+            try:
+                await running
+            except Exception as error:
+                raise _PartEnded(part, error) from error
+            raise _PartEnded(part, None)
+
+        group.create_task(run(), name=part)
+
+    def _http(self) -> HttpServer:
+        return HttpServer(self._config, unready=self._unready, metrics=self._metrics.exposition)
+
+    def _unready(self) -> str:
+        if self._lease is not None and self._lease.is_held():
+            return ""
+        return f"another operator holds the Lease {self._config.lease_name}, or nobody yet"
+
+    async def _stopped(self) -> None:
+        await self._stop.wait()
+        raise _PartEnded("stop", None)
+
+    def _take_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+
+    async def _wait_for_the_kind(self, cluster: Cluster) -> None:
+        """Wait for the API server.
+
+        Raises:
+            KindMissing: it does not know our kind.
+        """
+        pause = _FIRST_RETRY_SECONDS
+        while True:
+            try:
+                if await cluster.serves_our_kind():
+                    return
+                raise KindMissing(KIND_MISSING)
+            except Unreachable as error:
+                log.warning("api_server_unreachable", error=str(error))
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_RETRY_SECONDS)
+
+
+def _noticed(namespace: str, name: str) -> None:
+    log.debug("server_noticed", namespace=namespace, name=name)
+
+
+def _report(ended: list[_PartEnded]) -> int:
+    """Say why the process ends: a stop that was asked for, or else the first part that ended."""
+    if any(part.part == "stop" for part in ended):
+        log.info("operator_stopped")
+        return EXIT_STOPPED
+    first = ended[0]
+    log.critical(
+        "operator_failed",
+        part=first.part,
+        error=str(first.cause or "it ended"),
+        exc_info=None if isinstance(first.cause, OperatorError) else first.cause,
+    )
+    return EXIT_FAILURE
