@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lmcache_nodeagent.config_flags import Bounds, Flag, Group, Option, options_of
-from lmcache_nodeagent.config_reaping import ReapingConfig
+from lmcache_nodeagent.config_reaping import LIVE_OPTIONS, ReapingConfig
 from lmcache_nodeagent.config_rules import listener_problems, window_problems
 from lmcache_nodeagent.errors import ConfigError
 
-__all__ = ["OPTIONS", "AgentConfig", "ConfigError", "bare_host"]  # the operator takes all from here
+# The operator takes all from here.
+__all__ = ["LIVE_OPTIONS", "OPTIONS", "AgentConfig", "ConfigError", "bare_host"]
 
 _GIB = 1 << 30
 _PORTS = Bounds(0, 65_535)

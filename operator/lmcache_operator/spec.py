@@ -11,18 +11,15 @@ from collections.abc import Mapping
 
 import msgspec
 
-from lmcache_nodeagent.config import OPTIONS, AgentConfig, ConfigError
+from lmcache_nodeagent.config import LIVE_OPTIONS, OPTIONS, AgentConfig, ConfigError
 from lmcache_operator.api.root import Spec
 from lmcache_operator.api.rules import GIB, OWNED_FLAGS
 from lmcache_operator.errors import SpecError
+from lmcache_operator.names import LINK_FOLDER, REAPING_FOLDER, REAPING_KEY, TOKEN_FILE
 from lmcache_operator.quantity import whole_units
 
 SOCKET_PATH = "/run/lmcache-kube/agent.sock"
 """The agent's Unix socket, in its own container and in those of workers that mount the folder."""
-
-REAPING_SETTINGS_PATH = "/etc/lmcache-kube/reaping/reaping.json"
-LINK_FOLDER = "/etc/lmcache-kube/link"
-TOKEN_PATH = "/var/run/secrets/lmcache-kube/token"  # noqa: S105  # where it is, not what it is
 
 _EVICTION_POLICIES = {"LRU": "LRU", "None": "noop"}
 _PER_CENT = 100
@@ -83,9 +80,9 @@ def agent_config(spec: Spec, *, uid: str) -> AgentConfig:
             reap_idle_connected=reaping.reap_idle_connected,
             hints="enforce" if hints.mode == "Enforce" else "disabled",
             stuck_release="alert" if reaping.stuck_release.action == "Alert" else "restart",
-            reaping_settings=REAPING_SETTINGS_PATH,
+            reaping_settings=f"{REAPING_FOLDER}/{REAPING_KEY}",
             operator_link=LINK_FOLDER,
-            operator_token_file=TOKEN_PATH,
+            operator_token_file=TOKEN_FILE,
             log_level=server.log_level,
             log_format="json",
         )
@@ -99,16 +96,31 @@ def agent_arguments(spec: Spec, *, uid: str) -> list[str]:
     """Return the arguments of the agents of a spec.
 
     Every flag that the operator owns is written out, also with its default: nothing in the pod's
-    environment and no other release's default then changes what the spec says.
+    environment and no other release's default then changes what the spec says. Left out are the
+    settings that may change while agents run: an edit of them must not touch their pods.
 
     Raises:
         SpecError: the agent would refuse the configuration.
     """
     config = agent_config(spec, uid=uid)
+    live = {option.field_name for option in LIVE_OPTIONS}
     values = ((option, getattr(config, option.field_name)) for option in OPTIONS)
     owned = [
         option.argument(value)
         for option, value in values
-        if option.flag_name in OWNED_FLAGS and value is not None
+        if option.flag_name in OWNED_FLAGS and option.field_name not in live and value is not None
     ]
     return [*owned, *spec.server.extra_args]
+
+
+def reaping_settings(spec: Spec, *, uid: str) -> dict[str, object]:
+    """Return the settings that running agents follow, named as the agent's file has them.
+
+    Raises:
+        SpecError: the agent would refuse the configuration.
+    """
+    config = agent_config(spec, uid=uid)
+    return {
+        option.flag_name.removeprefix("--"): getattr(config, option.field_name)
+        for option in LIVE_OPTIONS
+    }

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
 
-from lmcache_nodeagent.config import OPTIONS, AgentConfig
+from lmcache_nodeagent.config import LIVE_OPTIONS, OPTIONS, AgentConfig
 from lmcache_nodeagent.config_parsing import parse_config
 from lmcache_operator.api.rules import OWNED_FLAGS
 from lmcache_operator.errors import SpecError
-from lmcache_operator.spec import agent_arguments, agent_config, read_spec
+from lmcache_operator.spec import agent_arguments, agent_config, read_spec, reaping_settings
 from tests.cluster.specs.row import Judge, Row
 from tests.cluster.specs.table import ROWS
 
@@ -26,12 +27,25 @@ def ids(row: Row) -> str:
 def test_an_accepted_spec_gives_arguments_that_the_agent_takes(row: Row) -> None:
     """The agent reads from its command line the configuration that the operator meant."""
     spec = read_spec(row.spec)
-    given = [*agent_arguments(spec, uid=UID)]
-    theirs = parse_config(given, {})
+    theirs = parse_config(agent_arguments(spec, uid=UID), {})
     meant = agent_config(spec, uid=UID)
     for option in OPTIONS:
-        if option.flag_name in OWNED_FLAGS:
+        if option.flag_name in OWNED_FLAGS and option not in LIVE_OPTIONS:
             assert getattr(theirs, option.field_name) == getattr(meant, option.field_name)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.accepted], ids=ids)
+def test_live_settings_stand_in_the_file_and_nowhere_else(row: Row) -> None:
+    """So that an edit of them touches no pod; the agent reads from the file what was meant."""
+    spec = read_spec(row.spec)
+    meant = agent_config(spec, uid=UID)
+    written = json.loads(json.dumps(reaping_settings(spec, uid=UID)))
+    names = {option.flag_name for option in LIVE_OPTIONS}
+    assert written.keys() == {name.removeprefix("--") for name in names}
+    for option in LIVE_OPTIONS:
+        assert written[option.flag_name.removeprefix("--")] == getattr(meant, option.field_name)
+    given = {argument.partition("=")[0] for argument in agent_arguments(spec, uid=UID)}
+    assert given.isdisjoint(names | {"--no-reap-idle-connected"})
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.judge is Judge.AGENT], ids=ids)
@@ -67,10 +81,11 @@ def test_defaults_are_the_agents_own() -> None:
 
 
 def test_every_owned_flag_is_written_out() -> None:
-    """So that no variable of the pod and no later default changes what the spec says."""
+    """No variable of the pod and no later default changes what the spec says."""
     spec = read_spec({"cache": {"size": "4G"}, "server": {"maxCPUWorkers": 1, "maxGPUWorkers": 3}})
     written = {argument.partition("=")[0] for argument in agent_arguments(spec, uid=UID)}
-    assert written == OWNED_FLAGS.keys() - {"--reap-idle-connected"}
+    live = {option.flag_name for option in LIVE_OPTIONS}
+    assert written == OWNED_FLAGS.keys() - live - {"--no-reap-idle-connected"}
 
 
 def test_owned_flags_exist() -> None:
