@@ -65,6 +65,11 @@ def connection_config_map(server: str) -> str:
     return f"{server}-connection"
 
 
+def socket_folder(uid: str) -> str:
+    """Name the folder of a node that agent and workers of a server share for the Unix socket."""
+    return f"/run/lmcache-kube/{uid}"
+
+
 def agent_labels(server: str) -> dict[str, str]:
     """Return the labels that select the agents' pods; they never change."""
     return {NAME_LABEL: AGENT_NAME, INSTANCE_LABEL: server}

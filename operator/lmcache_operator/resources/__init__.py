@@ -1,0 +1,1 @@
+"""What a server owns in the cluster: one pure builder for each kind."""
