@@ -31,6 +31,15 @@ class LinkError(Exception):
     """A frame that is none of these messages, with the reason in words."""
 
 
+class PodOwner(Struct, frozen=True, kw_only=True):
+    """The object that controls a pod, in its namespace: Events go there once the pod is gone."""
+
+    api_version: str
+    kind: str
+    name: str
+    uid: str
+
+
 class PodRun(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where an instance runs. `container` and `run` (the runtime's id) are empty if not known."""
 
@@ -39,6 +48,7 @@ class PodRun(Struct, frozen=True, kw_only=True, omit_defaults=True):
     uid: str
     container: str = ""
     run: str = ""
+    owner: PodOwner | None = None
 
 
 class InstanceReport(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -39,12 +39,16 @@ class Instance:
         pod_uid: the pod it runs in.
         container: the container it runs in; `None` if that is not known.
         registered_at: seconds since 1970 by its node's clock, which is also the kubelet's.
+        run: the container's run that went on when it was mapped, empty if none did.
+        run_since: when that run began, as far as it was reported.
     """
 
     instance_id: int
     pod_uid: str
     container: str | None
     registered_at: float
+    run: str = ""
+    run_since: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +113,7 @@ def evidence_of_absence(
         if not live.is_terminal:
             return None
         return evidence_of_state(live, instances, observed_at=observed_at)
-    return [
-        _judge(last_seen, instance, observed_at) or _hint(instance, Trigger.POD_GONE, observed_at)
-        for instance in instances
-    ]
+    return [_judge_gone(last_seen, instance, observed_at) for instance in instances]
 
 
 def is_proven_ended(pod: Pod) -> bool:
@@ -124,24 +125,51 @@ def is_proven_ended(pod: Pod) -> bool:
     )
 
 
+def last_end(pod: Pod) -> float | None:
+    """Return when the last container of a pod ended; None unless that is proven."""
+    if not is_proven_ended(pod):
+        return None
+    ends = [_reported_end(pod, name) for name in pod.lasting_containers]
+    return max(end.finished_at for end in ends if end and end.finished_at is not None)
+
+
+def _judge_gone(last_seen: Pod, instance: Instance, observed_at: float) -> Evidence:
+    found = _judge(last_seen, instance, observed_at)
+    if found is None or found.contradicted:  # whatever ran after that end is gone as well
+        return _hint(instance, Trigger.POD_GONE, observed_at)
+    return found
+
+
 def _judge(pod: Pod, instance: Instance, observed_at: float) -> Evidence | None:
-    proven = is_proven_ended(pod)
+    all_ended_at = last_end(pod)
     if instance.container is None:
-        if proven:
-            return _proof(instance, Trigger.POD_TERMINATED, _last_end(pod), observed_at)
-    elif end := _end_of_run(pod.containers.get(instance.container), instance.registered_at):
-        trigger = Trigger.POD_TERMINATED if proven else Trigger.CONTAINER_TERMINATED
-        return _proof(instance, trigger, end, observed_at)
-    if pod.is_terminal or _status_lost(pod, instance.container):
+        if all_ended_at is not None:
+            end = _End("", all_ended_at)
+            return _proof(instance, Trigger.POD_TERMINATED, end, observed_at)
+    elif found := _end_of_run(pod.containers.get(instance.container), instance):
+        over = all_ended_at is not None
+        trigger = Trigger.POD_TERMINATED if over else Trigger.CONTAINER_TERMINATED
+        return _proof(instance, trigger, found, observed_at)
+    if pod.is_terminal or _status_lost(pod, instance.container) or _run_replaced(pod, instance):
         return _hint(instance, Trigger.ENDED_UNREPORTED, observed_at)
     return None
 
 
-def _end_of_run(container: Container | None, registered_at: float) -> _End | None:
-    """Find the end of the run that a registration belongs to, or of a later run."""
+def _end_of_run(container: Container | None, instance: Instance) -> _End | None:
+    """Find the end of the run that an instance belongs to, or of a later run.
+
+    By the run's id, if that is known: times are whole seconds, in which one run may end and the
+    next begin.
+    """
     if container is None:
         return None
-    since = container.running_since
+    registered_at, since = instance.registered_at, container.running_since
+    if instance.run:
+        if since is not None and container.container_id == instance.run:
+            return None
+        for ended in (container.ended, container.ended_before):
+            if ended and ended.container_id == instance.run and ended.finished_at is not None:
+                return _End(instance.run, ended.finished_at) if ended.reported else None
     if since is None:
         return _end_among((container.ended_before, container.ended), registered_at)
     if registered_at >= since:
@@ -151,13 +179,17 @@ def _end_of_run(container: Container | None, registered_at: float) -> _End | Non
 
 
 def _end_among(runs: tuple[Termination | None, ...], registered_at: float) -> _End | None:
-    """Pick the last run that began by a moment, or the earliest; only if its end is reported."""
+    """Pick the last run that began by a moment, if its end is reported.
+
+    Otherwise it ended, at the latest, when the one after it began.
+    """
     known = [run for run in runs if run is not None]
     begun = [run for run in known if run.started_at is None or run.started_at <= registered_at]
-    run = next(iter([*reversed(begun), *known]), None)
-    if run is None or not run.reported or run.finished_at is None:
-        return None
-    return _End(run.container_id, run.finished_at)
+    if begun and begun[-1].reported and (ended := begun[-1].finished_at) is not None:
+        return _End(begun[-1].container_id, ended)
+    after = known[known.index(begun[-1]) + 1 :] if begun else known
+    starts = [run.started_at for run in after if run.started_at is not None]
+    return _End("", min(starts)) if starts else None
 
 
 def _reported_end(pod: Pod, name: str) -> Termination | None:
@@ -166,17 +198,27 @@ def _reported_end(pod: Pod, name: str) -> Termination | None:
     return ended if ended is not None and ended.reported else None
 
 
-def _last_end(pod: Pod) -> _End:
-    """Return the end of a pod all of whose containers have ended."""
-    ends = [_reported_end(pod, name) for name in pod.lasting_containers]
-    return _End("", max(end.finished_at for end in ends if end and end.finished_at is not None))
-
-
 def _status_lost(pod: Pod, name: str | None) -> bool:
     """Tell whether the kubelet found a container ended without knowing how."""
     container = pod.containers.get(name) if name is not None else None
     ended = container.ended if container else None
     return ended is not None and not ended.reported
+
+
+def _run_replaced(pod: Pod, instance: Instance) -> bool:
+    """Tell whether another run is reported, as if it had begun when the instance's run did.
+
+    No kubelet should say so. What it says of time is then not to be trusted, so this is no proof.
+    """
+    if not instance.run or instance.container is None:
+        return False
+    found = pod.containers.get(instance.container)
+    return (
+        found is not None
+        and found.ended is None
+        and found.container_id not in {"", instance.run}
+        and found.running_since == instance.run_since
+    )
 
 
 def _proof(instance: Instance, trigger: Trigger, end: _End, observed_at: float) -> Evidence:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from lmcache_operator.workers.evidence import LATE_REGISTRATION_SECONDS, last_end
 from lmcache_operator.workers.pod import Pod, normal_address
 
 
@@ -80,38 +81,58 @@ def _claimed(registration: Registration, pods: list[Pod]) -> Pod | Unmapped:
     claimed = next((pod for pod in pods if pod.uid == registration.claimed_uid), None)
     if claimed is None:
         return Unmapped.CLAIM_UNKNOWN
-    if not registration.peer or normal_address(registration.peer) not in claimed.addresses:
+    if _peer(registration) not in claimed.addresses:
         return Unmapped.CLAIM_DISPUTED
     return claimed
 
 
+def _peer(registration: Registration) -> str:
+    """Return the address in normal form; empty if there is none, or what the agent says is none."""
+    try:
+        return normal_address(registration.peer)
+    except ValueError:
+        return ""
+
+
 def _by_address(registration: Registration, pods: list[Pod]) -> Pod | Unmapped:
-    if not registration.peer:
+    """Take the one pod that can have owned the address when the instance registered."""
+    if not (peer := _peer(registration)):
         return Unmapped.NO_ADDRESS
-    peer = normal_address(registration.peer)
-    owners = [
-        pod
-        for pod in pods
-        if pod.phase == "Running" and not pod.host_network and peer in pod.addresses
-    ]
-    if not owners:
-        return Unmapped.NOBODY
-    if len(owners) > 1:
+    holders = [pod for pod in pods if not pod.host_network and peer in pod.addresses]
+    possible = [pod for pod in holders if _may_have_run_at(registration.registered_at, pod)]
+    if len(possible) > 1:
         return Unmapped.SEVERAL
-    owner = owners[0]
-    if (began := _first_known_start(owner)) is None or registration.registered_at < began:
-        return Unmapped.REGISTERED_EARLIER
-    return owner
+    if possible and (possible[0].phase == "Running" or possible[0].is_terminal):
+        return possible[0]
+    earlier = not possible and any(pod.phase == "Running" for pod in holders)
+    return Unmapped.REGISTERED_EARLIER if earlier else Unmapped.NOBODY
 
 
-def _first_known_start(pod: Pod) -> float | None:
-    """Return the earliest start of a run that the kubelet still reports."""
+def _may_have_run_at(moment: float, pod: Pod) -> bool:
+    """Tell whether a process of a pod can have registered at a moment.
+
+    Of a pod that is over, only if its kubelet reported its whole life; otherwise an evicted pod,
+    which keeps its address for days, would be in the way of whoever gets that address next.
+    """
+    began = _began_at(pod)
+    if not pod.is_terminal:
+        return began is None or began <= moment
+    ended = last_end(pod)
+    if began is None or ended is None:
+        return False
+    return began <= moment <= ended + LATE_REGISTRATION_SECONDS
+
+
+def _began_at(pod: Pod) -> float | None:
+    """Return a moment before which nothing ran in a pod: the latest one that is known."""
     starts: list[float] = []
     for container in pod.containers.values():
+        if container.ended_before is not None and pod.acknowledged_at is not None:
+            return pod.acknowledged_at  # restarted: the first runs may be forgotten by now
         ends = (container.ended, container.ended_before)
         known = [container.running_since, *(end.started_at for end in ends if end is not None)]
         starts += [start for start in known if start is not None]
-    return min(starts, default=None)
+    return min(starts, default=pod.acknowledged_at)
 
 
 def _container_of(pod: Pod, container_name: str | None) -> str | None:

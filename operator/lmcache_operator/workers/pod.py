@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from lmcache_operator.errors import PodError
+from lmcache_operator.names import INSTANCE_IDS_ANNOTATION
 
 _STATUS_LOST = "ContainerStatusUnknown"
 _GARBAGE_COLLECTED = "DeletionByPodGC"
@@ -48,6 +49,16 @@ class Container:
 
 
 @dataclass(frozen=True, slots=True)
+class Owner:
+    """The object that controls a pod, in the pod's namespace: a ReplicaSet, a StatefulSet."""
+
+    api_version: str
+    kind: str
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True, slots=True)
 class Pod:
     """One pod.
 
@@ -58,6 +69,10 @@ class Pod:
             containers that restart) and containers that were added for debugging.
         containers: what the kubelet reported, by name; not all of them need be here.
         garbage_collected: ended by the control plane, without the kubelet.
+        acknowledged_at: when the kubelet took it over, by its clock, or else when it was created;
+            nothing ran in it before.
+        deleting: somebody has asked for its deletion.
+        instance_ids: our annotation, as it is now.
     """
 
     uid: str
@@ -71,6 +86,10 @@ class Pod:
     lasting_containers: tuple[str, ...]
     containers: dict[str, Container]
     garbage_collected: bool
+    acknowledged_at: float | None = None
+    deleting: bool = False
+    instance_ids: str | None = None
+    owner: Owner | None = None
 
     @property
     def is_terminal(self) -> bool:
@@ -140,6 +159,7 @@ class _Condition(Struct):
 
 class _Status(Struct, rename="camel"):
     phase: str = ""
+    start_time: dt.datetime | None = None
     pod_ip: str = msgspec.field(default="", name="podIP")
     pod_ips: list[_Address] = msgspec.field(default_factory=list, name="podIPs")
     conditions: list[_Condition] = msgspec.field(default_factory=list)
@@ -161,10 +181,28 @@ class _Spec(Struct, rename="camel"):
     host_network: bool = False
 
 
-class _Metadata(Struct):
+class _Annotations(Struct):
+    """Ours alone; a pod may carry 256 KiB of others."""
+
+    instance_ids: str | None = msgspec.field(default=None, name=INSTANCE_IDS_ANNOTATION)
+
+
+class _OwnerReference(Struct, rename="camel"):
+    api_version: str
+    kind: str
+    name: str
+    uid: str
+    controller: bool | None = None
+
+
+class _Metadata(Struct, rename="camel"):
     name: str
     namespace: str
     uid: str
+    creation_timestamp: dt.datetime | None = None
+    deletion_timestamp: str | None = None
+    annotations: _Annotations = msgspec.field(default_factory=_Annotations)
+    owner_references: list[_OwnerReference] = msgspec.field(default_factory=list)
 
 
 class _Document(Struct):
@@ -190,7 +228,7 @@ def _slim(found: _Document) -> Pod:
         node=spec.node_name,
         phase=status.phase,
         host_network=spec.host_network,
-        addresses=frozenset(normal_address(address) for address in given if address),
+        addresses=frozenset(filter(None, map(_address, given))),
         main_containers=main,
         lasting_containers=(*main, *sidecars, *(c.name for c in spec.ephemeral_containers)),
         containers={each.name: _container(each) for each in reported},
@@ -200,7 +238,26 @@ def _slim(found: _Document) -> Pod:
             and condition.reason == _GARBAGE_COLLECTED
             for condition in status.conditions
         ),
+        acknowledged_at=_seconds(status.start_time or found.metadata.creation_timestamp),
+        deleting=found.metadata.deletion_timestamp is not None,
+        instance_ids=found.metadata.annotations.instance_ids,
+        owner=_owner(found.metadata.owner_references),
     )
+
+
+def _address(given: str) -> str:
+    """Return an address in normal form; empty for what is none, which nobody connects from."""
+    try:
+        return normal_address(given)
+    except ValueError:
+        return ""
+
+
+def _owner(references: list[_OwnerReference]) -> Owner | None:
+    for found in references:
+        if found.controller:
+            return Owner(found.api_version, found.kind, found.name, found.uid)
+    return None
 
 
 def _container(status: _ContainerStatus) -> Container:

@@ -1,0 +1,112 @@
+"""Asks once more for a pod that is missing from a list: is it gone, or did it only leave?"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass
+from typing import NoReturn, Protocol
+
+import structlog
+
+from lmcache_operator.errors import ApiError, Forbidden, PodError, Unreachable
+from lmcache_operator.workers.pacing import CONNECTION_STEPS, Backoff
+from lmcache_operator.workers.pod import Pod
+from lmcache_operator.workers.selection import Selection
+
+_AT_ONCE = 8
+_LATER_SECONDS = 30.0
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Absence:
+    """A pod that is not where it was.
+
+    Attributes:
+        last_seen: the pod as it was.
+        live: what its name stands for now; None if for nothing.
+    """
+
+    last_seen: Pod
+    live: Pod | None
+
+
+class PodReader(Protocol):
+    """Reads one pod; see `PodSource.read`."""
+
+    async def read(self, namespace: str, name: str) -> Pod | None:
+        """Read one pod, None if there is none of that name."""
+
+
+class AbsenceListener(Protocol):
+    """Is told of absences, on the loop. Must return at once."""
+
+    def pod_absent(self, selection: Selection, absence: Absence) -> None:
+        """Tell what became of a pod that is in no complete list of its selection."""
+
+
+class AbsenceChecks:
+    """The pods to ask for, each once, some at a time. Thread: the loop."""
+
+    def __init__(self, reader: PodReader, listener: AbsenceListener, counts: Counter[str]) -> None:
+        self._reader = reader
+        self._listener = listener
+        self._counts = counts
+        self._waiting: dict[str, tuple[Selection, Pod]] = {}
+        self._queue: asyncio.Queue[str] = asyncio.Queue()
+
+    def add(self, selection: Selection, last_seen: Pod) -> None:
+        """Ask for a pod, unless that is about to happen."""
+        if last_seen.uid not in self._waiting:
+            self._waiting[last_seen.uid] = (selection, last_seen)
+            self._queue.put_nowait(last_seen.uid)
+
+    def discard(self, uid: str) -> None:
+        """Do not ask: the pod is there again."""
+        self._waiting.pop(uid, None)
+
+    async def run(self) -> NoReturn:
+        """Ask until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for _ in range(_AT_ONCE):
+                group.create_task(self._work())
+        raise AssertionError("its tasks do not end")
+
+    async def _work(self) -> NoReturn:
+        backoff = Backoff(CONNECTION_STEPS)
+        while True:
+            uid = await self._queue.get()
+            if (found := self._waiting.get(uid)) is None:
+                continue
+            try:
+                live = await self._ask(found[1])
+            except (Unreachable, ApiError) as error:
+                self._counts["absence_unanswered"] += 1
+                _log.debug("pod_not_asked_for", pod_uid=uid, error=str(error))
+                await asyncio.sleep(backoff.next_seconds())
+                self._queue.put_nowait(uid)
+                continue
+            except PodError as error:
+                self._put_off(uid, str(error))
+                continue
+            backoff.reset()
+            if self._waiting.pop(uid, None) is not None:
+                self._listener.pod_absent(found[0], Absence(found[1], live))
+
+    async def _ask(self, last_seen: Pod) -> Pod | None:
+        self._counts["absence_check"] += 1
+        try:
+            return await self._reader.read(last_seen.namespace, last_seen.name)
+        except Forbidden as error:
+            # A namespace that is being deleted takes our rights with it, before its last pods.
+            if last_seen.deleting:
+                return None
+            raise PodError(str(error)) from None
+
+    def _put_off(self, uid: str, words: str) -> None:
+        """Ask again much later: what is wrong will not change soon."""
+        _log.warning("pod_cannot_be_read", pod_uid=uid, error=words)
+        loop = asyncio.get_running_loop()
+        loop.call_later(_LATER_SECONDS, self._queue.put_nowait, uid)
