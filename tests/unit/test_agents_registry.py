@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from structlog.testing import capture_logs
 
 from lmcache_nodeagent.operator_link.messages import (
     Ack,
@@ -234,3 +235,25 @@ def test_too_many_instances(registry: AgentRegistry, monkeypatch: pytest.MonkeyP
     registry.receive(session, Instances(changed=tuple(map(report, range(3)))))
     with pytest.raises(LinkError, match="4 instances at once, at most 3"):
         registry.receive(session, Instances(changed=(report(3),)))
+
+
+def test_a_listener_that_fails_ends_the_stream(registry: AgentRegistry) -> None:
+    """The other listeners are told all the same, and nobody else's stream ends."""
+
+    class Fails(WritesDown):
+        def state_changed(self, session: AgentSession) -> None:
+            """Fail."""
+            raise KeyError(session.boot_id)
+
+    registry.subscribe(Fails())
+    last = WritesDown()
+    registry.subscribe(last)
+    session, other = a_session("b1"), a_session("b2", pod_uid="p2")
+    registry.add(session)
+    registry.add(other)
+    with capture_logs() as logs:
+        registry.receive(session, STATE)
+    assert [each["event"] for each in logs] == ["agent_listener_failed"]
+    assert last.told[-1] == ("state", "b1")
+    assert session.end_cause == StreamEnd.FAILED
+    assert other.end_cause is None

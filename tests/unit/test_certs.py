@@ -173,7 +173,7 @@ def test_an_authority_is_announced_before_it_vouches(objects: KubeObjects, clock
 
 
 def test_every_agent_is_served_throughout_a_rotation() -> None:
-    """At each moment of ten years: the bundle of now and that of half a day ago vouch for the server."""
+    """Through ten years the bundles of now and of half a day ago vouch for the server."""
     material: Material | None = None
     history: list[Material] = []
     for half in range(10 * 365 * 2):

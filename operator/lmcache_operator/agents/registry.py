@@ -7,11 +7,13 @@ Everything here belongs to the operator's one loop: no locks, and nothing waits 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Protocol, assert_never
+
+import structlog
 
 from lmcache_nodeagent.operator_link.messages import (
     AgentState,
@@ -34,6 +36,8 @@ MAX_UNSENT = 4 * MAX_INSTANCES
 """Messages that wait for one agent: a mapping and some evidence for each of its instances."""
 
 MAX_INSTANCE_ID = 2**63 - 1
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +198,7 @@ class AgentSession:
 
 
 class AgentListener(Protocol):
-    """Is told what agents say, on the loop. Must return at once; what raises ends that stream."""
+    """Is told what agents say, on the loop. Must return at once; if it raises, that stream ends."""
 
     def connected(self, session: AgentSession) -> None:
         """Tell of a new stream; nothing is known of its instances yet."""
@@ -246,16 +250,14 @@ class AgentRegistry:
             older.end(StreamEnd.REPLACED, "the same pod has opened a newer stream")
             self.remove(older)
         self._sessions[session.pod_uid] = session
-        for listener in self._listeners:
-            listener.connected(session)
+        self._tell(session, lambda listener: listener.connected(session))
 
     def remove(self, session: AgentSession) -> None:
         """Forget a session, if it is still there."""
         if self._sessions.get(session.pod_uid) is not session:
             return
         del self._sessions[session.pod_uid]
-        for listener in self._listeners:
-            listener.disconnected(session)
+        self._tell(session, lambda listener: listener.disconnected(session))
 
     def receive(self, session: AgentSession, message: FromAgent) -> None:
         """Take in one message; what a session says that has been replaced counts no more.
@@ -268,19 +270,26 @@ class AgentRegistry:
         match message:
             case Instances():
                 session.apply_instances(message)
-                for listener in self._listeners:
-                    listener.instances_changed(session, message.changed, message.gone)
+                changed, gone = message.changed, message.gone
+                self._tell(session, lambda each: each.instances_changed(session, changed, gone))
             case AgentState():
                 session.apply_state(message)
-                for listener in self._listeners:
-                    listener.state_changed(session)
+                self._tell(session, lambda each: each.state_changed(session))
             case JournalEntry():
-                for listener in self._listeners:
-                    listener.journal(session, message)
+                self._tell(session, lambda each: each.journal(session, message))
             case Hello():
                 raise LinkError("a second hello: an agent says it once, first of all")
             case _:
                 assert_never(message)
+
+    def _tell(self, session: AgentSession, call: Callable[[AgentListener], None]) -> None:
+        """Tell every listener; one that fails ends the stream, so that all is said again."""
+        for listener in self._listeners:
+            try:
+                call(listener)
+            except Exception:
+                log.exception("agent_listener_failed", node=session.node, pod=session.pod_name)
+                session.end(StreamEnd.FAILED, "the operator failed on what was said")
 
 
 def _check(report: InstanceReport) -> None:
