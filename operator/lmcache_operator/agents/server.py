@@ -202,15 +202,16 @@ class AgentServer:
         """Serve one stream from its upgrade to its end."""
         assert isinstance(connection, _Stream), "that is what it makes"
         assert connection.identity is not None, "others are not let in"
+        peer = _peer(connection)  # at its end the connection does not know any more
         try:
             cause, detail = await self._converse(connection, connection.identity)
         except Exception:
-            log.exception("agent_stream_failed", peer=_peer(connection))
+            log.exception("agent_stream_failed", peer=peer)
             cause, detail = StreamEnd.FAILED, "the operator failed"
         self.ended[cause] += 1
         log.info(
             "agent_disconnected",
-            peer=_peer(connection),
+            peer=peer,
             node=connection.identity.node,
             pod=connection.identity.pod_name,
             cause=cause,
