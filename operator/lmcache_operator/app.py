@@ -6,6 +6,7 @@ One loop, one thread. Each part is a coroutine that runs until it is cancelled:
 |---|---|---|
 | `http` | `/healthz /readyz /metrics` | always |
 | `lease` | takes the Lease, renews it | always |
+| `trust` | keeps the certificates of the streams | while the Lease is held |
 | `agents` | accepts the agents' streams | while the Lease is held |
 | `pods` | lists and watches worker pods | while the Lease is held |
 | `flow` | tells agents what it sees, posts Events, annotates pods | while the Lease is held |
@@ -19,25 +20,35 @@ the cluster. At a stop the acting parts end first, then the Lease is given back.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import signal
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import structlog
 
+from lmcache_operator.agents.authenticator import Authenticator
+from lmcache_operator.agents.registry import AgentRegistry, ServerRef
+from lmcache_operator.agents.server import AgentServer, LinkSettings
+from lmcache_operator.certs.trust import LinkTrust, link_hosts
 from lmcache_operator.cluster import Cluster
-from lmcache_operator.config import RELEASE, OperatorConfig
+from lmcache_operator.conditions import WorkersSeen
+from lmcache_operator.config import RELEASE, OperatorConfig, listen_host
 from lmcache_operator.errors import KindMissing, OperatorError, Unreachable
 from lmcache_operator.handlers import KIND_MISSING, ServerWatch
 from lmcache_operator.http import HttpServer
 from lmcache_operator.lease import Lease
 from lmcache_operator.metrics import Metrics
+from lmcache_operator.reconcile import Reconciler
+from lmcache_operator.resources.desired import Surroundings
+from lmcache_operator.server_pass import ServerPass
 
 EXIT_STOPPED = 0
 EXIT_FAILURE = 1
 
 _FIRST_RETRY_SECONDS = 0.5
 _LONGEST_RETRY_SECONDS = 10.0
+_LINK_SECONDS = 10.0
 
 log = structlog.get_logger(__name__)
 
@@ -94,17 +105,71 @@ class App:
 
     async def _begin(self, group: asyncio.TaskGroup, cluster: Cluster, lease: Lease) -> None:
         try:
-            await self._wait_for_the_kind(cluster)
+            await self._until_answered(lambda: _check_the_kind(cluster))
+            self._start(group, "lease", lease.run())
+            await lease.held.wait()
+            await self._act(group, cluster, lease)
         except OperatorError as error:
             raise _PartEnded("begin", error) from error
-        self._start(group, "lease", lease.run())
-        await lease.held.wait()
-        self._start_acting(group, cluster)
 
-    def _start_acting(self, group: asyncio.TaskGroup, cluster: Cluster) -> None:
-        watch = ServerWatch(self._config, cluster, _noticed)
+    async def _act(self, group: asyncio.TaskGroup, cluster: Cluster, lease: Lease) -> None:
+        """Start what only the holder of the Lease does.
+
+        kopf comes last: when it ends it cancels every task that began after it.
+        """
+        config, agents = self._config, AgentRegistry()
+        hosts = link_hosts(config.told_link_url, config.operator_namespace)
+        trust = LinkTrust(cluster, namespace=config.operator_namespace, hosts=hosts)
+        self._start(group, "trust", trust.run())
+        link = self._link(cluster, lease, agents, trust)
+        self._start(group, "agents", _serve_link(link, trust))
+        await _wait_a_while(link.listening)
+        reconciler = self._reconciler(cluster, agents, trust, link)
+        trust.on_change(reconciler.notice_all)
+        await self._until_answered(reconciler.load)
+        self._start(group, "reconcile", reconciler.run())
+        watch = ServerWatch(config, cluster, reconciler.notice)
         self._start(group, "watch", watch.run(started=self._take_signals))
-        log.info("operator_acts", identity=self._config.identity)
+        log.info("operator_acts", identity=config.identity)
+
+    def _link(
+        self, cluster: Cluster, lease: Lease, agents: AgentRegistry, trust: LinkTrust
+    ) -> AgentServer:
+        config = self._config
+        return AgentServer(
+            LinkSettings(host=listen_host(config.link_host), port=config.link_port),
+            agents,
+            Authenticator(cluster, serves=config.serves),
+            trust.context,
+            is_ready=lease.is_held,
+        )
+
+    def _reconciler(
+        self, cluster: Cluster, agents: AgentRegistry, trust: LinkTrust, link: AgentServer
+    ) -> Reconciler:
+        def surroundings() -> Surroundings:
+            bound = dataclasses.replace(self._config, link_port=link.port)
+            return Surroundings(
+                agent_image=self._config.agent_image,
+                link_url=bound.told_link_url,
+                link_authorities=trust.ca_bundle(),
+            )
+
+        server_pass = ServerPass(
+            cluster,
+            self._config,
+            surroundings,
+            agents,
+            _NobodyKnown(),
+            written=self._metrics.count_write,
+        )
+        return Reconciler(
+            cluster,
+            self._config,
+            server_pass,
+            lambda _servers: None,
+            counted=self._metrics.count_pass,
+        )
 
     def _start(
         self, group: asyncio.TaskGroup, part: str, running: Coroutine[Any, Any, None]
@@ -135,26 +200,46 @@ class App:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
 
-    async def _wait_for_the_kind(self, cluster: Cluster) -> None:
-        """Wait for the API server.
-
-        Raises:
-            KindMissing: it does not know our kind.
-        """
+    async def _until_answered(self, ask: Callable[[], Awaitable[None]]) -> None:
+        """Ask the API server again until it answers."""
         pause = _FIRST_RETRY_SECONDS
         while True:
             try:
-                if await cluster.serves_our_kind():
-                    return
-                raise KindMissing(KIND_MISSING)
+                return await ask()
             except Unreachable as error:
                 log.warning("api_server_unreachable", error=str(error))
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_RETRY_SECONDS)
 
 
-def _noticed(namespace: str, name: str) -> None:
-    log.debug("server_noticed", namespace=namespace, name=name)
+class _NobodyKnown:
+    def seen(self, server: ServerRef) -> WorkersSeen:
+        del server
+        return WorkersSeen()
+
+
+async def _check_the_kind(cluster: Cluster) -> None:
+    """See that there is something to work on.
+
+    Raises:
+        KindMissing: the API server does not know our kind.
+    """
+    if not await cluster.serves_our_kind():
+        raise KindMissing(KIND_MISSING)
+
+
+async def _serve_link(link: AgentServer, trust: LinkTrust) -> None:
+    await trust.ready.wait()
+    await link.run()
+
+
+async def _wait_a_while(listening: asyncio.Event) -> None:
+    """Wait for the link; without it agents still start, and judge by what they see themselves."""
+    try:
+        async with asyncio.timeout(_LINK_SECONDS):
+            await listening.wait()
+    except TimeoutError:
+        log.warning("link_not_listening", seconds=_LINK_SECONDS)
 
 
 def _report(ended: list[_PartEnded]) -> int:

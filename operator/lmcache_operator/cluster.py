@@ -31,7 +31,7 @@ MERGE_PATCH = "application/merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
 _JSON = "application/json"
 
-_CONNECTIONS = 100  # a watch holds one for each namespace and kind
+_CONNECTIONS = 0  # any number: each watch of worker pods holds one
 
 
 @dataclass(frozen=True, slots=True)

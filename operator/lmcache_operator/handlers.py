@@ -23,8 +23,9 @@ from lmcache_operator.names import (
     SERVER_NAMESPACE_LABEL,
 )
 
-Noticed = Callable[[str, str], None]
-"""Told namespace and name of a server that may have changed; must return at once."""
+Noticed = Callable[[str, str, str], None]
+"""Told namespace and name of a server that may have changed, and the version of the object that
+did, empty if it may have changed unseen; must return at once."""
 
 KIND_MISSING = (
     f"the API server does not know {PLURAL}.{GROUP} ({VERSION}) with its status: install the "
@@ -80,13 +81,17 @@ class ServerWatch:
         async def log_in(**_: object) -> kopf.ConnectionInfo:
             return await self._credentials()
 
-        async def server_changed(name: str, namespace: str | None, **_: object) -> None:
-            self._noticed(namespace or "", name)
+        async def server_changed(
+            event: kopf.RawEvent, name: str, namespace: str | None, **_: object
+        ) -> None:
+            self._noticed(namespace or "", name, _version(event))
 
-        async def owned_changed(labels: Mapping[str, str], **_: object) -> None:
+        async def owned_changed(
+            event: kopf.RawEvent, labels: Mapping[str, str], **_: object
+        ) -> None:
             namespace, name = labels.get(SERVER_NAMESPACE_LABEL), labels.get(SERVER_NAME_LABEL)
             if namespace and name:
-                self._noticed(namespace, name)
+                self._noticed(namespace, name, _version(event))
 
         kopf.on.login(registry=registry)(log_in)
         kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)(server_changed)
@@ -107,6 +112,17 @@ class ServerWatch:
             private_key_path=settings.key_file,
             trust_env=True,
         )
+
+
+def _version(event: kopf.RawEvent) -> str:
+    """Return the version that an event brings.
+
+    The first list and every list after a gap have no type: who is in them may have changed unseen,
+    and so may others of the same server that are gone.
+    """
+    if event["type"] is None:
+        return ""
+    return str(event["object"]["metadata"].get("resourceVersion", ""))
 
 
 def _settings() -> kopf.OperatorSettings:

@@ -42,6 +42,14 @@ class Metrics:
             registry=self.registry,
         )
 
+    def count_write(self, kind: str) -> None:
+        """Count an object of a kind that was written because it differed."""
+        self.writes.labels(kind).inc()
+
+    def count_pass(self, outcome: str) -> None:
+        """Count a pass over a server."""
+        self.reconciles.labels(outcome).inc()
+
     def exposition(self) -> tuple[bytes, str]:
         """Return the page and its content type."""
         return generate_latest(self.registry), CONTENT_TYPE_LATEST

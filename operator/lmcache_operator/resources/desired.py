@@ -20,6 +20,7 @@ class Surroundings:
         agent_image: image of agents whose spec leaves something out.
         link_url: where agents find the operator.
         link_authorities: certificates in PEM form that they believe it by, the new and the old.
+            Empty while there are none: what agents were told earlier is then left as it is.
     """
 
     agent_image: str
@@ -33,11 +34,12 @@ def desired_objects(server: ServerRef, spec: Spec, surroundings: Surroundings) -
     Raises:
         SpecError: the spec asks for what cannot be; then nothing of it is wanted.
     """
-    link = build_link(server, url=surroundings.link_url, authorities=surroundings.link_authorities)
+    url, authorities = surroundings.link_url, surroundings.link_authorities
+    link = [build_link(server, url=url, authorities=authorities)] if authorities else []
     return [
         build_service_account(server),
         build_reaping(server, spec),
-        link,
+        *link,
         build_service(server, spec),
         build_daemon_set(server, spec, default_image=surroundings.agent_image),
         *build_connections(server, spec),
