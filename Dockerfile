@@ -40,7 +40,8 @@ COPY --from=build /opt/lmcache-kube /opt/lmcache-kube
 ENV PATH=/opt/lmcache-kube/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1
-RUN useradd --key UID_MAX=65535 --uid 65532 --user-group --no-create-home --home-dir /nonexistent \
+RUN groupadd --gid 65532 lmcache \
+ && useradd --key UID_MAX=65535 --uid 65532 --gid 65532 --no-create-home --home-dir /nonexistent \
       --shell /usr/sbin/nologin lmcache
 # By number: a kubelet can only tell that a number is not root.
 USER 65532:65532
