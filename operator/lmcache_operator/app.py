@@ -49,6 +49,7 @@ EXIT_FAILURE = 1
 _FIRST_RETRY_SECONDS = 0.5
 _LONGEST_RETRY_SECONDS = 10.0
 _LINK_SECONDS = 10.0
+_KIND_TRIES = 10
 
 log = structlog.get_logger(__name__)
 
@@ -219,13 +220,16 @@ class _NobodyKnown:
 
 
 async def _check_the_kind(cluster: Cluster) -> None:
-    """See that there is something to work on.
+    """See that there is something to work on; it may have been installed this moment.
 
     Raises:
         KindMissing: the API server does not know our kind.
     """
-    if not await cluster.serves_our_kind():
-        raise KindMissing(KIND_MISSING)
+    for _ in range(_KIND_TRIES):
+        if await cluster.serves_our_kind():
+            return
+        await asyncio.sleep(_FIRST_RETRY_SECONDS)
+    raise KindMissing(KIND_MISSING)
 
 
 async def _serve_link(link: AgentServer, trust: LinkTrust) -> None:

@@ -75,7 +75,11 @@ class OperatorProcess:
         return self.wait_for_record("operator_acts")
 
     def __enter__(self) -> Self:
-        return self.start()
+        try:
+            return self.start()
+        except BaseException:
+            self.close()
+            raise
 
     def __exit__(
         self,
