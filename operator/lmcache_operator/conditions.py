@@ -37,10 +37,16 @@ class AgentSeen:
 
 @dataclass(frozen=True, slots=True)
 class WorkersSeen:
-    """What is known of the workers of a server, by what all its agents have said."""
+    """What is known of the workers of a server, by what all its agents have said.
+
+    Attributes:
+        reaps: since the server was created; None while that is not known.
+        suspects: those whose death is hinted at.
+        pods_known: worker pods are listed in all namespaces.
+    """
 
     registered: int = 0
-    reaps: int = 0
+    reaps: int | None = None
     last_reap_time: str | None = None
     last_reason: str | None = None
     suspects: int = 0

@@ -123,7 +123,7 @@ def _unless_known(now: Verdict, kind: _Type, earlier: Status) -> Verdict:
 def _reaping(seen: Seen, earlier: Status, *, told: bool) -> ReapingStatus:
     workers, before = seen.workers, earlier.reaping or ReapingStatus()
     return ReapingStatus(
-        total=workers.reaps,
+        total=before.total if workers.reaps is None else workers.reaps,
         last_reap_time=workers.last_reap_time or before.last_reap_time,
         last_reason=workers.last_reason or before.last_reason,
         suspects=workers.suspects if told else before.suspects,
