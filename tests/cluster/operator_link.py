@@ -26,7 +26,9 @@ from lmcache_nodeagent.operator_link.messages import (
 from lmcache_operator.agents.authenticator import Authenticator
 from lmcache_operator.agents.registry import AgentRegistry, AgentSession
 from lmcache_operator.agents.server import AgentServer, LinkSettings
+from lmcache_operator.certs.material import Lifetimes
 from lmcache_operator.certs.trust import LinkTrust
+from lmcache_operator.clock import Now, wall
 from lmcache_operator.cluster import Cluster
 from tests.cluster.control_plane import ControlPlane
 from tests.fakes.link_listener import WritesDown
@@ -45,13 +47,17 @@ class Link:
         cluster: Cluster,
         namespace: str,
         settings: LinkSettings | None = None,
+        lifetimes: Lifetimes | None = None,
+        now: Now = wall,
     ) -> None:
         self.ready = True
         self._cluster = cluster
         self.registry = AgentRegistry()
         self.listener = WritesDown()
         self.registry.subscribe(self.listener)
-        self.trust = LinkTrust(cluster, namespace=namespace, hosts=["localhost"])
+        self.trust = LinkTrust(
+            cluster, namespace=namespace, hosts=["localhost"], lifetimes=lifetimes, now=now
+        )
         self.server = AgentServer(
             settings or LinkSettings("127.0.0.1", 0),
             self.registry,
@@ -102,11 +108,16 @@ class Link:
 
 @asynccontextmanager
 async def running_link(
-    kubeconfig: Path, namespace: str, settings: LinkSettings | None = None
+    kubeconfig: Path,
+    namespace: str,
+    settings: LinkSettings | None = None,
+    *,
+    lifetimes: Lifetimes | None = None,
+    now: Now = wall,
 ) -> AsyncGenerator[Link]:
-    """Run a server; at the end it stops as the operator stops."""
+    """Run a server; at the end it stops as the operator stops. `now` is that of certificates."""
     async with await Cluster.connect(str(kubeconfig)) as cluster:
-        link = Link(cluster, namespace, settings)
+        link = Link(cluster, namespace, settings, lifetimes, now)
         await link.trust.refresh()
         running = asyncio.create_task(link.server.run())
         try:
@@ -160,3 +171,42 @@ async def answer_to(link: Link, token: str | None, subprotocol: str | None = SUB
             return HTTPStatus.SWITCHING_PROTOCOLS
     except InvalidStatus as error:
         return error.response.status_code
+
+
+class SilentAgent:
+    """An agent whose process stands still: it said hello, and now neither reads nor answers."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+
+    @classmethod
+    async def connect(cls, link: Link, token: str, *, hello: bool = True) -> SilentAgent:
+        """Open a stream by hand; little of what is sent then fits into its buffers."""
+        reader, writer = await asyncio.open_connection(
+            "localhost", link.server.port, ssl=link.client_tls(), limit=1024
+        )
+        request = (
+            "GET / HTTP/1.1",
+            "Host: localhost",
+            "Upgrade: websocket",
+            "Connection: Upgrade",
+            "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==",
+            "Sec-WebSocket-Version: 13",
+            f"Sec-WebSocket-Protocol: {SUBPROTOCOL}",
+            f"Authorization: Bearer {token}",
+        )
+        writer.write("\r\n".join([*request, "", ""]).encode())
+        assert b" 101 " in await reader.readuntil(b"\r\n\r\n")
+        if hello:
+            writer.write(_masked(encode(Hello(boot_id="silent", release="test")).encode()))
+        await writer.drain()
+        return cls(writer)
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._writer.transport.abort()
+
+
+def _masked(text: bytes) -> bytes:
+    """Return a text frame (RFC 6455, 5.2) of less than 126 bytes, masked with zeros."""
+    return bytes([0x81, 0x80 | len(text), 0, 0, 0, 0]) + text
