@@ -10,7 +10,7 @@ from typing import NoReturn, Protocol
 import structlog
 
 from lmcache_operator.errors import ApiError, Forbidden, PodError, Unreachable
-from lmcache_operator.workers.pacing import CONNECTION_STEPS, Backoff
+from lmcache_operator.workers.pacing import CONNECTION_STEPS, Backoff, Sleep
 from lmcache_operator.workers.pod import Pod
 from lmcache_operator.workers.selection import Selection
 
@@ -50,12 +50,20 @@ class AbsenceListener(Protocol):
 class AbsenceChecks:
     """The pods to ask for, each once, some at a time. Thread: the loop."""
 
-    def __init__(self, reader: PodReader, listener: AbsenceListener, counts: Counter[str]) -> None:
+    def __init__(
+        self,
+        reader: PodReader,
+        listener: AbsenceListener,
+        counts: Counter[str],
+        sleep: Sleep = asyncio.sleep,
+    ) -> None:
         self._reader = reader
         self._listener = listener
         self._counts = counts
+        self._sleep = sleep
         self._waiting: dict[str, tuple[Selection, Pod]] = {}
         self._queue: asyncio.Queue[str] = asyncio.Queue()
+        self._group: asyncio.TaskGroup
 
     def add(self, selection: Selection, last_seen: Pod) -> None:
         """Ask for a pod, unless that is about to happen."""
@@ -69,9 +77,9 @@ class AbsenceChecks:
 
     async def run(self) -> NoReturn:
         """Ask until cancelled."""
-        async with asyncio.TaskGroup() as group:
+        async with asyncio.TaskGroup() as self._group:
             for _ in range(_AT_ONCE):
-                group.create_task(self._work())
+                self._group.create_task(self._work())
         raise AssertionError("its tasks do not end")
 
     async def _work(self) -> NoReturn:
@@ -85,11 +93,12 @@ class AbsenceChecks:
             except (Unreachable, ApiError) as error:
                 self._counts["absence_unanswered"] += 1
                 _log.debug("pod_not_asked_for", pod_uid=uid, error=str(error))
-                await asyncio.sleep(backoff.next_seconds())
+                await self._sleep(backoff.next_seconds())
                 self._queue.put_nowait(uid)
                 continue
             except PodError as error:
-                self._put_off(uid, str(error))
+                _log.warning("pod_cannot_be_read", pod_uid=uid, error=str(error))
+                self._group.create_task(self._ask_again_later(uid))
                 continue
             backoff.reset()
             if self._waiting.pop(uid, None) is not None:
@@ -105,8 +114,7 @@ class AbsenceChecks:
                 return None
             raise PodError(str(error)) from None
 
-    def _put_off(self, uid: str, words: str) -> None:
-        """Ask again much later: what is wrong will not change soon."""
-        _log.warning("pod_cannot_be_read", pod_uid=uid, error=words)
-        loop = asyncio.get_running_loop()
-        loop.call_later(_LATER_SECONDS, self._queue.put_nowait, uid)
+    async def _ask_again_later(self, uid: str) -> None:
+        """Put a pod off: what is wrong will not change soon."""
+        await self._sleep(_LATER_SECONDS)
+        self._queue.put_nowait(uid)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 _WINDOW_SECONDS = 60.0
 _GAPS_SECONDS = (0.0, 1.0, 10.0, 30.0)
@@ -13,6 +13,10 @@ CONNECTION_STEPS = (0.2, 0.5, 1.0, 2.0, 3.0)
 
 REFUSAL_STEPS = (1.0, 5.0, 15.0, 30.0)
 """After an answer that will not change by itself, such as a missing right."""
+
+
+Sleep = Callable[[float], Awaitable[object]]
+"""`asyncio.sleep`; injected, so that tests drive time."""
 
 
 class Backoff:

@@ -25,6 +25,7 @@ from lmcache_operator import clock
 from lmcache_operator.cluster import KINDS, PAGE, REQUEST_SECONDS
 from lmcache_operator.errors import ApiError, NotFound, PodError, Unreachable
 from lmcache_operator.workers.absences import AbsenceChecks, AbsenceListener
+from lmcache_operator.workers.pacing import Sleep
 from lmcache_operator.workers.pod import Pod, read_pod
 from lmcache_operator.workers.pod_set import PodSet
 from lmcache_operator.workers.selection import Selection
@@ -193,6 +194,7 @@ class PodWatch:
         *,
         now: clock.Now = clock.monotonic,
         spread: Callable[[], float] = random.random,
+        sleep: Sleep = asyncio.sleep,
     ) -> None:
         self.counts: Counter[str] = Counter()
         """Lists, cuts and the like since the start, by name."""
@@ -200,7 +202,8 @@ class PodWatch:
         self._listener = listener
         self._now = now
         self._spread = spread
-        self._absences = AbsenceChecks(source, listener, self.counts)
+        self._sleep = sleep
+        self._absences = AbsenceChecks(source, listener, self.counts, sleep)
         self._watches: dict[Selection, SelectionWatch] = {}
         self._changed = asyncio.Event()
 
@@ -216,6 +219,7 @@ class PodWatch:
                 now=self._now,
                 spread=self._spread,
                 counts=self.counts,
+                sleep=self._sleep,
             )
         self._changed.set()
 
@@ -233,6 +237,10 @@ class PodWatch:
         """Tell whether nothing more can be known: each is current, or will not be told to us."""
         found = [self._watches.get(each) for each in selections]
         return all(watch is not None and (watch.is_current or watch.is_refused) for watch in found)
+
+    def tracked(self) -> int:
+        """Count the pods that are kept."""
+        return sum(len(watch.pods) for watch in self._watches.values())
 
     def check_absence(self, selection: Selection, last_seen: Pod) -> None:
         """Ask what became of a pod; the listener's `pod_absent` is told."""

@@ -21,7 +21,13 @@ import structlog
 
 from lmcache_operator.clock import Now
 from lmcache_operator.errors import ApiError, Unreachable
-from lmcache_operator.workers.pacing import CONNECTION_STEPS, REFUSAL_STEPS, Backoff, ListPace
+from lmcache_operator.workers.pacing import (
+    CONNECTION_STEPS,
+    REFUSAL_STEPS,
+    Backoff,
+    ListPace,
+    Sleep,
+)
 from lmcache_operator.workers.pod import Pod
 from lmcache_operator.workers.pod_set import PodSet
 from lmcache_operator.workers.selection import Selection
@@ -108,6 +114,7 @@ class SelectionWatch:
         now: Now,
         spread: Callable[[], float],
         counts: Counter[str],
+        sleep: Sleep = asyncio.sleep,
     ) -> None:
         self.selection = selection
         self.pods = PodSet()
@@ -116,6 +123,7 @@ class SelectionWatch:
         self._now = now
         self._spread = spread
         self._counts = counts
+        self._sleep = sleep
         self._pace = ListPace()
         self._cuts = Backoff(CONNECTION_STEPS)
         self._refusals = Backoff(REFUSAL_STEPS)
@@ -152,7 +160,7 @@ class SelectionWatch:
                 await self._handle_refusal(error)
 
     async def _list(self) -> None:
-        await asyncio.sleep(self._pace.wait_seconds(self._now()))
+        await self._sleep(self._pace.wait_seconds(self._now()))
         self._pace.started(self._now())
         self._counts["list"] += 1
         listing = await self._source.list(self.selection)
@@ -172,7 +180,7 @@ class SelectionWatch:
         if self._now() >= self._list_due:
             self._version = None
         elif self._now() - began < _LIVED_SECONDS:
-            await asyncio.sleep(self._cuts.next_seconds())
+            await self._sleep(self._cuts.next_seconds())
 
     def _take(self, event: PodEvent) -> None:
         self._version = event.version
@@ -213,7 +221,7 @@ class SelectionWatch:
             self._trouble = trouble
             _log.warning("pods_not_followed", **self._words(), trouble=trouble, error=words)
         self._listener.pods_changed(self.selection, (), ())
-        await asyncio.sleep(backoff.next_seconds())
+        await self._sleep(backoff.next_seconds())
 
     def _recovered(self) -> None:
         self._current = True
