@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from lmcache_operator.certs.material import Lifetimes, Material, due_step, read, write
 from lmcache_operator.certs.trust import SECRET, LinkTrust, link_hosts
-from lmcache_operator.errors import Conflict, Unreachable
+from lmcache_operator.errors import Conflict, Forbidden, Unreachable
 from tests.fakes.kube_objects import KubeObject, KubeObjects
 
 DAY = 86_400.0
@@ -324,6 +324,18 @@ def test_somebody_else_was_faster(objects: KubeObjects, clock: Clock) -> None:
     assert not late.counts
     refresh(trust)
     assert trust.ready.is_set()
+
+
+def test_an_operator_that_may_not_make_secrets(clock: Clock) -> None:
+    """Its manifests have made one; if that is gone before a start, the fix is said."""
+
+    class Forbidding(KubeObjects):
+        async def create(self, obj: KubeObject) -> bool:
+            """Refuse."""
+            raise Forbidden(403, "Forbidden", f"cannot create {obj['kind']}")
+
+    with pytest.raises(Forbidden, match=r"make the Secret ops/lmcache-operator-link without data"):
+        refresh(trust_in(Forbidding(), clock))
 
 
 def test_an_api_server_that_is_away(objects: KubeObjects, clock: Clock) -> None:

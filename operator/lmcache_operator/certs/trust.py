@@ -30,7 +30,7 @@ from lmcache_operator.certs.material import (
     write,
 )
 from lmcache_operator.clock import Now, wall
-from lmcache_operator.errors import ApiError, Conflict, Unreachable
+from lmcache_operator.errors import ApiError, Conflict, Forbidden, Unreachable
 from lmcache_operator.names import MANAGED_BY, MANAGED_BY_LABEL
 
 SECRET = "lmcache-operator-link"  # noqa: S105  # its name
@@ -190,8 +190,15 @@ class LinkTrust:
         }
         if stored is not None:
             await self._objects.replace(secret)
-        elif not await self._objects.create(secret):
+        elif not await self._created(secret):
             raise Conflict(409, "AlreadyExists", f"somebody else has just made {self._place}")
+
+    async def _created(self, secret: dict[str, Any]) -> bool:
+        try:
+            return await self._objects.create(secret)
+        except Forbidden as error:
+            fix = f"make the Secret {self._place} without data, it is filled then"
+            raise Forbidden(error.status, error.reason, f"{error.message}: {fix}") from None
 
     def _metadata(self) -> dict[str, Any]:
         labels = {MANAGED_BY_LABEL: MANAGED_BY}
