@@ -8,8 +8,7 @@ One loop, one thread. Each part is a coroutine that runs until it is cancelled:
 | `lease` | takes the Lease, renews it | always |
 | `trust` | keeps the certificates of the streams | while the Lease is held |
 | `agents` | accepts the agents' streams | while the Lease is held |
-| `pods` | lists and watches worker pods | while the Lease is held |
-| `flow` | tells agents what it sees, posts Events, annotates pods | while the Lease is held |
+| `flow` | follows worker pods, tells agents, posts Events, annotates | while the Lease is held |
 | `reconcile` | makes the cluster what the specs say, writes status | while the Lease is held |
 | `watch` | kopf: notices changes of our objects and of what they own | while the Lease is held |
 
@@ -32,16 +31,17 @@ from lmcache_operator.agents.registry import AgentRegistry, ServerRef
 from lmcache_operator.agents.server import AgentServer, LinkSettings
 from lmcache_operator.certs.trust import LinkTrust, link_hosts
 from lmcache_operator.cluster import Cluster
-from lmcache_operator.conditions import WorkersSeen
 from lmcache_operator.config import RELEASE, OperatorConfig, listen_host
 from lmcache_operator.errors import KindMissing, OperatorError, Unreachable
 from lmcache_operator.handlers import KIND_MISSING, ServerWatch
 from lmcache_operator.http import HttpServer
 from lmcache_operator.lease import Lease
+from lmcache_operator.metric_sources import flow_counts, flow_gauges, lease_gauges, link_counts
 from lmcache_operator.metrics import Metrics
 from lmcache_operator.reconcile import Reconciler
 from lmcache_operator.resources.desired import Surroundings
 from lmcache_operator.server_pass import ServerPass
+from lmcache_operator.worker_flow import WorkerFlow
 
 EXIT_STOPPED = 0
 EXIT_FAILURE = 1
@@ -90,6 +90,7 @@ class App:
             name=self._config.lease_name,
             identity=self._config.identity,
         )
+        self._metrics.read_at_scrape([], lease_gauges(lease))
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._stopped(), name="stop")
@@ -121,13 +122,22 @@ class App:
         config, agents = self._config, AgentRegistry()
         hosts = link_hosts(config.told_link_url, config.operator_namespace)
         trust = LinkTrust(cluster, namespace=config.operator_namespace, hosts=hosts)
-        self._start(group, "trust", trust.run())
         link = self._link(cluster, lease, agents, trust)
+
+        def workers_changed(server: ServerRef) -> None:
+            reconciler.workers_changed(server)  # which needs the flow to be there first
+
+        flow = WorkerFlow(cluster, agents, workers_changed)
+        reconciler = self._reconciler(cluster, agents, flow, trust, link)
+        trust.on_change(reconciler.notice_all)
+        self._metrics.read_at_scrape(
+            [*link_counts(link, trust), *flow_counts(flow)], flow_gauges(flow, agents, trust)
+        )
+        self._start(group, "trust", trust.run())
+        await self._until_answered(reconciler.load)
+        self._start(group, "flow", flow.run())
         self._start(group, "agents", _serve_link(link, trust))
         await _wait_a_while(link.listening)
-        reconciler = self._reconciler(cluster, agents, trust, link)
-        trust.on_change(reconciler.notice_all)
-        await self._until_answered(reconciler.load)
         self._start(group, "reconcile", reconciler.run())
         watch = ServerWatch(config, cluster, reconciler.notice)
         self._start(group, "watch", watch.run(started=self._take_signals))
@@ -146,7 +156,12 @@ class App:
         )
 
     def _reconciler(
-        self, cluster: Cluster, agents: AgentRegistry, trust: LinkTrust, link: AgentServer
+        self,
+        cluster: Cluster,
+        agents: AgentRegistry,
+        flow: WorkerFlow,
+        trust: LinkTrust,
+        link: AgentServer,
     ) -> Reconciler:
         def surroundings() -> Surroundings:
             bound = dataclasses.replace(self._config, link_port=link.port)
@@ -161,14 +176,14 @@ class App:
             self._config,
             surroundings,
             agents,
-            _NobodyKnown(),
+            flow,
             written=self._metrics.count_write,
         )
         return Reconciler(
             cluster,
             self._config,
             server_pass,
-            lambda _servers: None,
+            flow.servers_changed,
             counted=self._metrics.count_pass,
         )
 
@@ -211,12 +226,6 @@ class App:
                 log.warning("api_server_unreachable", error=str(error))
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_RETRY_SECONDS)
-
-
-class _NobodyKnown:
-    def seen(self, server: ServerRef) -> WorkersSeen:
-        del server
-        return WorkersSeen()
 
 
 async def _check_the_kind(cluster: Cluster) -> None:

@@ -256,7 +256,7 @@ class WorkerFlow:
         found = self.summary(server)
         return WorkersSeen(
             registered=found.registered_workers,
-            reaps=found.reaps_total or 0,
+            reaps=found.reaps_total,
             last_reap_time=found.last_reap_time,
             last_reason=found.last_reason,
             suspects=found.suspects,
