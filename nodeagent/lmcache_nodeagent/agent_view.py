@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lmcache_nodeagent.clock import wall_time_text
 from lmcache_nodeagent.ids import render_instance_id
 from lmcache_nodeagent.liveness.policy import State
+from lmcache_nodeagent.liveness.words import hint_words
 from lmcache_nodeagent.observability import metric_catalog as catalog
 from lmcache_nodeagent.protocol.operations import LMCACHE_RELEASE
 
@@ -15,14 +18,16 @@ if TYPE_CHECKING:
 
     from lmcache_nodeagent.clock import Now
     from lmcache_nodeagent.config import AgentConfig
-    from lmcache_nodeagent.liveness.journal import ReapJournal
-    from lmcache_nodeagent.liveness.policy import LivenessSettings, Verdict
+    from lmcache_nodeagent.liveness.journal import Journal
+    from lmcache_nodeagent.liveness.live_settings import LiveSettings
+    from lmcache_nodeagent.liveness.policy import Verdict
     from lmcache_nodeagent.liveness.reaper import Reaper
     from lmcache_nodeagent.liveness.release import Release, Releaser
     from lmcache_nodeagent.liveness.targets import ReapableEntry
     from lmcache_nodeagent.modules.layouts import LayoutRegistry
     from lmcache_nodeagent.observability.bus import EventBus
     from lmcache_nodeagent.observability.metrics import Metrics, Reading
+    from lmcache_nodeagent.operator_link.client import OperatorLink
     from lmcache_nodeagent.sessions import SessionTable
     from lmcache_nodeagent.storage.objects import L1Store
     from lmcache_nodeagent.transport.pools import LanePool, OrderedPool
@@ -38,11 +43,11 @@ class Parts:
 
     config: AgentConfig
     boot_id: str
-    settings: Callable[[], LivenessSettings]
+    settings: LiveSettings
     router: Router
     reaper: Reaper
     releaser: Releaser
-    journal: ReapJournal
+    journal: Journal
     store: L1Store
     sessions: SessionTable
     layouts: LayoutRegistry
@@ -50,6 +55,7 @@ class Parts:
     normal_pool: OrderedPool
     transfer_pool: LanePool
     bus: EventBus
+    link: OperatorLink | None = None
 
 
 class RunningAgent:
@@ -64,10 +70,15 @@ class RunningAgent:
         self._now = now
 
     def healthy(self) -> tuple[bool, str]:
-        """Tell whether requests are read; a stuck release is shown in `/status`, no more."""
+        """Tell whether requests are read, and memory is released if that is asked for."""
         behind = self._now() - self._parts.router.last_turn_at()
         if behind > ROUTER_STUCK_SECONDS:
             return False, f"the message loop has not come round for {behind:.0f} s"
+        if self._parts.settings().restart_when_stuck:
+            for release in self._parts.releaser.stuck():
+                waited = self._now() - release.started_at
+                name = render_instance_id(release.entry.instance_id)
+                return False, f"instance {name}: its memory is not back after {waited:.0f} s"
         return True, "requests are served"
 
     def ready(self) -> tuple[bool, str]:
@@ -98,6 +109,18 @@ class RunningAgent:
                 "affinity": parts.transfer_pool.depth(),
             },
             "oldest_transfer_seconds": round(parts.transfer_pool.oldest_seconds(), 3),
+            "operator_link": self._link(),
+        }
+
+    def _link(self) -> Mapping[str, object]:
+        link, journal = self._parts.link, self._parts.journal
+        status = None if link is None else link.status
+        return {
+            "configured": status is not None,
+            "url": status.url if status else "",
+            "connected": status.connected if status else False,
+            "problem": status.problem if status else "",
+            "journal_entries_unacknowledged": journal.waiting,
         }
 
     def _liveness(self) -> Mapping[str, object]:
@@ -113,6 +136,10 @@ class RunningAgent:
             "hint_confirm_seconds": settings.hint_confirm_seconds,
             "close_confirm_seconds": settings.close_confirm_seconds,
             "reap_idle_connected": settings.reap_idle_connected,
+            "hints": parts.settings.config.hints,
+            "stuck_release": parts.settings.config.stuck_release,
+            "settings_file": parts.config.reaping_settings,
+            "settings_problem": parts.settings.problem,
             "tracked_instances": len(verdicts),
             "mismatched_heartbeats": sum(entry.mismatch_reported for entry, _, _ in verdicts),
             "silence_brake_seconds_left": (
@@ -169,7 +196,7 @@ def metrics_snapshot(parts: Parts) -> Reading:
     """Read the gauges of an agent."""
     states: dict[str, float] = {state.value: 0.0 for state in State}
     mapped, mismatched = 0, 0
-    for entry, verdict, _ in parts.reaper.verdicts():
+    for entry, verdict, _ in parts.reaper.verdicts(describe=False):
         states[verdict.state.value] += 1
         mapped += entry.nbytes
         mismatched += entry.mismatch_reported
@@ -181,7 +208,11 @@ def metrics_snapshot(parts: Parts) -> Reading:
         catalog.WORKER_MAPPED_BYTES: mapped,
         catalog.HEARTBEAT_MISMATCHED_INSTANCES: mismatched,
         catalog.RELEASES_IN_PROGRESS: len(releases),
-        catalog.RELEASES_STUCK: sum(parts.releaser.is_stuck(release) for release in releases),
+        catalog.RELEASES_STUCK: len(parts.releaser.stuck()),
+        catalog.REAPING_SETTINGS_REFUSED: bool(parts.settings.problem),
+        catalog.OPERATOR_LINK_CONNECTED: parts.link is not None and parts.link.status.connected,
+        catalog.JOURNAL_UNACKNOWLEDGED_ENTRIES: parts.journal.waiting,
+        catalog.JOURNAL_MISSED_ENTRIES_TOTAL: parts.journal.missed,
         catalog.CONNECTIONS: parts.router.connections_open(),
         catalog.QUEUED_REQUESTS: {
             "sync": parts.sync_pool.depth(),
@@ -207,8 +238,12 @@ def _instance(
 ) -> Mapping[str, object]:
     """Render one instance; without a verdict it is being released."""
     deadline = None if verdict is None else verdict.deadline
+    registered = entry.registered
     return {
         "instance_id": render_instance_id(entry.instance_id),
+        "registration": registered.serial,
+        "registered_at": wall_time_text(registered.at),
+        "mapping": None if registered.pod is None else dataclasses.asdict(registered.pod),
         "model": entry.model,
         "world_size": entry.world_size,
         "rank": entry.shard,
@@ -221,5 +256,6 @@ def _instance(
         "window": "none" if verdict is None else verdict.window.value,
         "deadline_seconds": None if deadline is None else round(max(0.0, deadline - now), 3),
         "held_by": None if verdict is None else verdict.held_by,
+        "hints": [hint_words(hint, now) for hint in entry.hints],
         "evidence": [] if verdict is None else list(verdict.evidence),
     }

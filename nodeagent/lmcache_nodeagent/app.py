@@ -13,8 +13,10 @@ Threads, all made here:
 | `release-<instance>` | `Releaser`: drains and closes one context | - |
 | `events` | `EventBus.run`: logs and counters | bounded queue |
 | `http` | `HttpServer.run`, and waitress' own two (`waitress-<n>`) | socket |
+| `settings` | `LiveSettings.run`: follows the file of the reaping settings, if there is one | every 2 s |
+| `operator-link` | `OperatorLink.run`, if there is a link, and two of websockets' own while a stream is open | the operator's messages, whatever is to be said |
 
-The operator link and the device plugin will add theirs. A thread of this table that ends by an
+The device plugin will add its own. A thread of this table that ends by an
 exception ends the process, with the reason in the log: half an agent is worse than none.
 """  # noqa: E501  # a table
 
@@ -34,7 +36,14 @@ from lmcache_nodeagent.agent_view import RunningAgent, metrics_snapshot
 from lmcache_nodeagent.assembly import Assembled, Environment, assemble
 from lmcache_nodeagent.clock import monotonic
 from lmcache_nodeagent.contexts.host import open_host_context
-from lmcache_nodeagent.observability.bus import EventBus
+from lmcache_nodeagent.events import (
+    HintCancelled,
+    InstanceReaped,
+    InstanceRegistered,
+    InstanceReleased,
+    InstanceUnregistered,
+)
+from lmcache_nodeagent.observability.bus import EventBus, Subscriber
 from lmcache_nodeagent.observability.http import HttpServer, listen
 from lmcache_nodeagent.observability.logs import LogSubscriber
 from lmcache_nodeagent.observability.metrics import Metrics
@@ -46,6 +55,7 @@ if TYPE_CHECKING:
 
     from lmcache_nodeagent.config import AgentConfig
     from lmcache_nodeagent.contexts.base import ContextOpener
+    from lmcache_nodeagent.events import Event
     from lmcache_nodeagent.observability.metrics import Reading
 
 _log = logging.getLogger(__name__)
@@ -55,7 +65,18 @@ _DRAIN_SECONDS = 4.0
 
 _JOIN_SECONDS = 1.5
 
+_OTHERS_JOIN_SECONDS = 0.5
+"""They have had the time of the others; an attempt to reach the operator ends by itself."""
+
 _SIGNAL_CHECK_SECONDS = 0.5
+
+_COMING_AND_GOING = (
+    InstanceRegistered,
+    InstanceUnregistered,
+    InstanceReaped,
+    InstanceReleased,
+    HintCancelled,
+)
 
 
 class App:
@@ -75,7 +96,8 @@ class App:
         self._stop_requests: SimpleQueue[None] = SimpleQueue()  # an Event is not safe in a signal
         _raise_descriptor_limit()
         self._metrics = Metrics([self._reading])
-        self._bus = EventBus([LogSubscriber(monotonic), self._metrics], when_full=self._metrics)
+        subscribers: list[Subscriber] = [LogSubscriber(monotonic), self._metrics, self._wake_link]
+        self._bus = EventBus(subscribers, when_full=self._metrics)
         with contextlib.ExitStack() as undo:
             sockets = bind_sockets(config)
             undo.callback(sockets.close)
@@ -104,9 +126,16 @@ class App:
     def _reading(self) -> Reading:
         return metrics_snapshot(self._agent.parts)
 
+    def _wake_link(self, event: Event) -> None:
+        """Say at once who came and who went. Thread: events."""
+        link = self._agent.parts.link
+        if link is not None and isinstance(event, _COMING_AND_GOING):
+            link.wake()
+
     def run(self, when_serving: Callable[[], None] = lambda: None) -> int:
         """Serve until stopped; return the exit status, 1 if a thread failed. Thread: main."""
         parts, config = self._agent.parts, self.config
+        parts.settings.check()  # before anybody is judged by what the flags say
         events = self._start("events", self._bus.run)
         workers = [self._start("sync", parts.sync_pool.work)]
         workers += [
@@ -120,12 +149,31 @@ class App:
         reaper = self._start("reaper", parts.reaper.run)
         router = self._start("zmq-router", parts.router.run)
         http = self._start("http", self._http.run)
+        others = self._start_others()
         self._serving = True
         when_serving()
         self._wait_for_stop()
         self._serving = False
+        self._stop_others()
         self._stop_in_order(workers, reaper=reaper, router=router, http=http, events=events)
+        for thread in others:
+            thread.join(_OTHERS_JOIN_SECONDS)
         return 1 if self._failed else 0
+
+    def _start_others(self) -> list[Thread]:
+        """Start what only some agents have."""
+        parts, started = self._agent.parts, []
+        if self.config.reaping_settings:
+            started.append(self._start("settings", parts.settings.run))
+        if parts.link is not None:
+            started.append(self._start("operator-link", parts.link.run))
+        return started
+
+    def _stop_others(self) -> None:
+        parts = self._agent.parts
+        parts.settings.stop()
+        if parts.link is not None:
+            parts.link.stop()
 
     def stop(self) -> None:
         """Ask `run` to end. Threads: any, and signal handlers."""

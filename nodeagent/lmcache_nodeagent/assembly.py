@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lmcache_nodeagent.agent_view import Parts
+from lmcache_nodeagent.clock import wall
 from lmcache_nodeagent.hashing import ChunkHasher
+from lmcache_nodeagent.link_view import LinkView
 from lmcache_nodeagent.liveness.evidence import ConnectionLedger
-from lmcache_nodeagent.liveness.journal import ReapJournal
-from lmcache_nodeagent.liveness.policy import LivenessSettings
+from lmcache_nodeagent.liveness.journal import Journal, stuck_release
+from lmcache_nodeagent.liveness.live_settings import LiveSettings
+from lmcache_nodeagent.liveness.operator_word import OperatorWord
+from lmcache_nodeagent.liveness.reaped_lately import ReapedLately
 from lmcache_nodeagent.liveness.reaper import Reaper
 from lmcache_nodeagent.liveness.release import Releaser, Spawn
 from lmcache_nodeagent.liveness.stalls import Stalls
@@ -19,6 +25,7 @@ from lmcache_nodeagent.modules.layouts import LayoutRegistry
 from lmcache_nodeagent.modules.lmcache_driven_transfer import LMCacheDrivenTransferModule
 from lmcache_nodeagent.modules.lookup import LookupModule
 from lmcache_nodeagent.modules.management import ManagementModule
+from lmcache_nodeagent.operator_link.client import OperatorLink
 from lmcache_nodeagent.protocol.operations import Pool as PoolKind
 from lmcache_nodeagent.sessions import SessionTable
 from lmcache_nodeagent.storage.eviction import LruPolicy, NoEvictionPolicy
@@ -71,6 +78,7 @@ class _Late:
     dispatcher: Dispatcher | None = None
     targets: tuple[InstanceLivenessTarget, ...] = ()
     reaper: Reaper | None = None
+    link: OperatorLink | None = None
 
     def run(self, request: Request) -> None:
         assert self.dispatcher is not None
@@ -80,22 +88,17 @@ class _Late:
         assert self.reaper is not None
         self.reaper.wake()
 
+    def settings_changed(self) -> None:
+        self.wake_reaper()
+        self.wake_link()
+
+    def wake_link(self) -> None:
+        if self.link is not None:
+            self.link.wake()
+
     def drop_instance_state(self, instance_id: InstanceId) -> None:
         for target in self.targets:
             target.drop_instance_state(instance_id)
-
-
-def liveness_settings(config: AgentConfig) -> LivenessSettings:
-    """Take the liveness windows out of the configuration."""
-    return LivenessSettings(
-        reap_timeout_seconds=config.worker_reap_timeout_seconds,
-        registration_grace_seconds=config.worker_registration_grace_seconds,
-        heartbeat_interval_seconds=config.worker_heartbeat_interval_seconds,
-        hint_confirm_seconds=config.hint_confirm_seconds,
-        close_confirm_seconds=config.close_confirm_seconds,
-        enforce=config.reap_mode == "enforce",
-        reap_idle_connected=config.reap_idle_connected,
-    )
 
 
 def assemble(env: Environment) -> Assembled:
@@ -115,6 +118,10 @@ def assemble(env: Environment) -> Assembled:
         store, sessions, layouts, hasher, transfer_pool.after_current, publish, now
     )
 
+    ledger, stalls, journal = ConnectionLedger(), Stalls(), Journal(env.boot_id)
+    settings = LiveSettings(config, late.settings_changed, publish)
+    reaped_lately = ReapedLately()
+    journal.tell(late.wake_link)
     releaser = Releaser(
         env.spawn,
         publish,
@@ -122,31 +129,60 @@ def assemble(env: Environment) -> Assembled:
         late.drop_instance_state,
         config.release_deadline_seconds,
         late.wake_reaper,
+        lambda entry, seconds: journal.append(stuck_release(entry, seconds, wall())),
     )
     absent_pings = AbsentPings()
     copies = ChunkCopies(store, sessions, layouts, hasher, config.null_block_id, publish, now)
     transfer = LMCacheDrivenTransferModule(
-        env.opener, copies, layouts, releaser, absent_pings, config.chunk_size, publish, now
+        env.opener,
+        copies,
+        layouts,
+        releaser,
+        absent_pings,
+        config.chunk_size,
+        reaped_lately,
+        itertools.count(1),
+        publish,
+        now,
+        wall,
     )
     late.targets = (transfer,)
 
-    ledger, stalls, journal = ConnectionLedger(), Stalls(), ReapJournal(env.boot_id)
-    settings = liveness_settings(config)
     reaper = Reaper(
         late.targets,
         ledger,
         stalls,
-        lambda: settings,
+        settings,
         releaser,
         journal,
+        reaped_lately,
         publish,
         now,
         lookup.expire,
     )
     late.reaper = reaper
     management = ManagementModule(
-        late.targets, reaper, store, absent_pings, config.chunk_size, publish, now
+        late.targets,
+        reaper,
+        store,
+        absent_pings,
+        reaped_lately,
+        journal,
+        config.chunk_size,
+        publish,
+        now,
     )
+    word = OperatorWord(
+        env.boot_id, late.targets, settings, stalls, late.wake_reaper, publish, now, wall
+    )
+    if config.operator_link:
+        late.link = OperatorLink(
+            Path(config.operator_link),
+            Path(config.operator_token_file) if config.operator_token_file else None,
+            LinkView(env.boot_id, settings, reaper, releaser, journal, word),
+            publish,
+            now,
+        )
     router = Router(env.sockets, ledger, stalls, reaper.wake, publish, now)
     reaper.watch(router)
     late.dispatcher = Dispatcher(
@@ -164,7 +200,7 @@ def assemble(env: Environment) -> Assembled:
     parts = Parts(
         config=config,
         boot_id=env.boot_id,
-        settings=lambda: settings,
+        settings=settings,
         router=router,
         reaper=reaper,
         releaser=releaser,
@@ -176,6 +212,7 @@ def assemble(env: Environment) -> Assembled:
         normal_pool=normal_pool,
         transfer_pool=transfer_pool,
         bus=env.bus,
+        link=late.link,
     )
     return Assembled(parts, late.dispatcher)
 

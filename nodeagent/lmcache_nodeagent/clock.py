@@ -1,4 +1,4 @@
-"""The clocks: monotonic seconds for every duration, wall-clock time only for people."""
+"""The clocks: monotonic seconds for every duration, wall-clock time for people and the kubelet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ Now = Callable[[], float]
 
 monotonic: Now = time.monotonic
 
+wall: Now = time.time
+"""Seconds since 1970: for people, and to compare with what the kubelet reports; it may jump."""
 
-def wall_time_text() -> str:
-    """Return the wall-clock time in ISO 8601, UTC, for journals and logs; never for durations."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+def wall_time_text(seconds: float) -> str:
+    """Write seconds since 1970 in ISO 8601, UTC."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")

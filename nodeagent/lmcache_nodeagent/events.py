@@ -102,10 +102,82 @@ class ReleaseFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class HintCancelled(Event):
-    """A sign of life cleared a shortened window (a closed connection or a hint)."""
+    """A sign of life cleared a shortened window: a closed connection, a hint, a proof that waited.
+
+    `trigger` is what the operator had said, empty if it was the connection alone.
+    """
 
     instance_id: InstanceId
     window: str
+    trigger: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FalseReap(Event):
+    """A reaped instance was heard again: it was alive, or has thawed. `reason`: of the reap."""
+
+    instance_id: InstanceId
+    reason: str
+    seconds_after_reap: float
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class EvidenceTaken(Event):
+    """The operator said something about an instance. `kind`: proof or hint.
+
+    `outcome`: applied, contradicted (taken as a hint), or why it has no effect.
+    """
+
+    instance_id: InstanceId
+    trigger: str
+    kind: str
+    outcome: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReapingSettingsChanged(Event):
+    """Other reaping settings are in force. `changed`: `name: old -> new`, each."""
+
+    changed: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReapingSettingsRefused(Event):
+    """The file of the reaping settings cannot be used; those in force stay."""
+
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorLinkConnected(Event):
+    """The stream to the operator is open."""
+
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorLinkLost(Event):
+    """An open stream to the operator ended. `reason` has few values, `detail` is for people."""
+
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorLinkFailed(Event):
+    """An attempt to reach the operator failed; `OperatorLinkDown` says so once."""
+
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorLinkDown(Event):
+    """There is no link, for a reason that was not reported since there was one."""
+
+    reason: str
+    detail: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from lmcache_nodeagent.liveness.entry import LivenessEntry
 from lmcache_nodeagent.liveness.evidence import CloseKind, Connection, Link, Surroundings
-from lmcache_nodeagent.liveness.policy import (
-    LivenessSettings,
-    Verdict,
-    Window,
-    judge,
-)
+from lmcache_nodeagent.liveness.policy import Verdict, Window, judge
 from lmcache_nodeagent.liveness.stalls import Stalls
+from lmcache_nodeagent.liveness.windows import LivenessSettings
 from tests.fakes.liveness_parts import close, connection, entry
 
 T, GRACE, CONFIRM, CLOSE = 120.0, 3600.0, 15.0, 10.0

@@ -155,7 +155,7 @@ class FakeTarget(InstanceLivenessTarget):
         cancelled = found.seen(connection, self.now())
         if ping:
             found.pinged(self.now())
-        return Touched(Speaker.RIGHTFUL, cancelled, found.last_connection.peer.text)
+        return Touched(Speaker.RIGHTFUL, cancelled, found.last_connection.peer.text, found)
 
     def reap_stale_instances(self, decide: Decide) -> Sequence[ReapableEntry]:
         """Take out the condemned."""
@@ -168,6 +168,13 @@ class FakeTarget(InstanceLivenessTarget):
         """Show all."""
         for found in self.entries.values():
             visit(found)
+
+    def visit_entry(self, instance_id: InstanceId, visit: Callable[[ReapableEntry], None]) -> bool:
+        """Show one."""
+        found = self.entries.get(instance_id)
+        if found is not None:
+            visit(found)
+        return found is not None
 
     def tracked_instance_count(self) -> int:
         """Count."""

@@ -20,15 +20,16 @@ from lmcache_nodeagent.liveness.evidence import (
     Link,
     Peer,
 )
-from lmcache_nodeagent.liveness.journal import ReapJournal
-from lmcache_nodeagent.liveness.policy import (
+from lmcache_nodeagent.liveness.journal import Journal
+from lmcache_nodeagent.liveness.reaped_lately import ReapedLately
+from lmcache_nodeagent.liveness.reaper import Reaper
+from lmcache_nodeagent.liveness.release import Releaser
+from lmcache_nodeagent.liveness.stalls import STALL_SECONDS, Stalls
+from lmcache_nodeagent.liveness.windows import (
     LivenessSettings,
     hint_window_seconds,
     silence_window_seconds,
 )
-from lmcache_nodeagent.liveness.reaper import Reaper
-from lmcache_nodeagent.liveness.release import Releaser
-from lmcache_nodeagent.liveness.stalls import STALL_SECONDS, Stalls
 from tests.fakes.liveness_parts import FakeClock, FakeEntry, FakeRouter, FakeTarget
 
 ROUNDING_SECONDS = 1e-6  # 1030.1 - 1000.1 is less than 30
@@ -105,7 +106,8 @@ class World:
             self.stalls,
             lambda: self.settings,
             releaser,
-            ReapJournal("boot"),
+            Journal("boot"),
+            ReapedLately(),
             discard,
             self.now,
             lambda _: None,

@@ -5,12 +5,15 @@ Chunks have 16 tokens and blocks 4; a worker has 8 chunks' worth of blocks besid
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 from lmcache_nodeagent.events import Event
 from lmcache_nodeagent.hashing import ChunkHasher
 from lmcache_nodeagent.ids import InstanceId
 from lmcache_nodeagent.liveness.evidence import Connection
+from lmcache_nodeagent.liveness.journal import Journal
+from lmcache_nodeagent.liveness.reaped_lately import ReapedLately
 from lmcache_nodeagent.liveness.release import Releaser
 from lmcache_nodeagent.modules.absent_pings import AbsentPings
 from lmcache_nodeagent.modules.calls import Call
@@ -95,6 +98,8 @@ class ModuleBench:
         self.sessions = SessionTable(SESSION_TTL, PIN_TTL)
         self.layouts = LayoutRegistry()
         self.absent = AbsentPings()
+        self.journal, self.reaped_lately = Journal("boot"), ReapedLately()
+        self.wall = FakeClock(1_800_000_000.0)
         hasher = ChunkHasher(CHUNK)
         publish = self.facts.append
         self.lookups = LookupModule(
@@ -116,8 +121,11 @@ class ModuleBench:
             self.releaser,
             self.absent,
             CHUNK,
+            self.reaped_lately,
+            itertools.count(1),
             publish,
             self.now,
+            self.wall,
         )
 
     def drop_instance_state(self, instance_id: InstanceId) -> None:

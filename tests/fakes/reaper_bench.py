@@ -10,11 +10,12 @@ from lmcache_nodeagent.events import (
     Event,
 )
 from lmcache_nodeagent.liveness.evidence import ConnectionLedger
-from lmcache_nodeagent.liveness.journal import ReapJournal
-from lmcache_nodeagent.liveness.policy import LivenessSettings
+from lmcache_nodeagent.liveness.journal import Journal, stuck_release
+from lmcache_nodeagent.liveness.reaped_lately import ReapedLately
 from lmcache_nodeagent.liveness.reaper import Reaper
 from lmcache_nodeagent.liveness.release import Releaser
 from lmcache_nodeagent.liveness.stalls import Stalls
+from lmcache_nodeagent.liveness.windows import LivenessSettings
 from tests.fakes.liveness_parts import (
     FakeClock,
     FakeEntry,
@@ -59,7 +60,7 @@ class ReaperBench:
         self.router = FakeRouter(read_at=1000.0)
         self.ledger = ConnectionLedger()
         self.stalls = Stalls()
-        self.journal = ReapJournal("boot")
+        self.journal, self.reaped_lately = Journal("boot"), ReapedLately()
         self.threads = ThreadsByHand()
         self.housekeeping: Callable[[float], None] = lambda _: None
         self.releaser = Releaser(
@@ -69,6 +70,7 @@ class ReaperBench:
             self.target.drop_instance_state,
             30.0,
             lambda: None,
+            lambda stuck, seconds: self.journal.append(stuck_release(stuck, seconds, 0.0)),
         )
         self.reaper = Reaper(
             [self.target],
@@ -77,6 +79,7 @@ class ReaperBench:
             lambda: self.settings,
             self.releaser,
             self.journal,
+            self.reaped_lately,
             self.facts.append,
             self.now,
             self.keep_house,

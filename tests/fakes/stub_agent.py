@@ -22,12 +22,12 @@ from types import TracebackType
 from typing import Any
 from unittest.mock import patch
 
-from lmcache_nodeagent import assembly
 from lmcache_nodeagent.app import App
 from lmcache_nodeagent.clock import monotonic
 from lmcache_nodeagent.config import AgentConfig
 from lmcache_nodeagent.config_parsing import parse_config
-from lmcache_nodeagent.liveness.policy import LivenessSettings
+from lmcache_nodeagent.liveness import live_settings
+from lmcache_nodeagent.liveness.windows import LivenessSettings
 from lmcache_nodeagent.observability.logs import configure_logging
 from tests.fakes.agent_process import AgentProcess
 from tests.fakes.stub_context import StubHooks, StubOpener
@@ -204,13 +204,13 @@ def _main() -> int:
     configure_logging("info", "json")
     config = parse_config()
     windows = json.loads(os.environ[_WINDOWS])
-    real_settings = assembly.liveness_settings
+    real_settings = live_settings.liveness_settings
 
     def settings(config: AgentConfig) -> LivenessSettings:
         return replace(real_settings(config), **windows)
 
     with ExitStack() as patches:
-        patches.enter_context(patch.object(assembly, "liveness_settings", settings))
+        patches.enter_context(patch.object(live_settings, "liveness_settings", settings))
         patches.enter_context(patch("lmcache_nodeagent.app.monotonic", child.now))
         app = App(config, child.opener)
     signal.signal(signal.SIGTERM, lambda *_: app.stop())

@@ -30,6 +30,10 @@ LIVENESS_KEYS = {
 L1_KEYS = {"capacity_bytes", "used_bytes", "pinned_bytes", "objects"}
 INSTANCE_KEYS = {
     "instance_id",
+    "registration",
+    "registered_at",
+    "mapping",
+    "hints",
     "model",
     "world_size",
     "rank",
@@ -47,6 +51,10 @@ INSTANCE_KEYS = {
 REAP_KEYS = {
     "seq",
     "instance_id",
+    "registration",
+    "mapping",
+    "trigger",
+    "latency_seconds",
     "model",
     "reason",
     "evidence",

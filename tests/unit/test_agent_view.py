@@ -19,8 +19,7 @@ from lmcache_nodeagent.config import AgentConfig
 from lmcache_nodeagent.events import discard
 from lmcache_nodeagent.ids import InstanceId
 from lmcache_nodeagent.liveness.evidence import CloseKind, ConnectionLedger
-from lmcache_nodeagent.liveness.journal import ReapJournal
-from lmcache_nodeagent.liveness.policy import LivenessSettings
+from lmcache_nodeagent.liveness.live_settings import LiveSettings
 from lmcache_nodeagent.liveness.reaper import Reaper
 from lmcache_nodeagent.liveness.stalls import Stalls
 from lmcache_nodeagent.observability import metric_catalog as catalog
@@ -62,19 +61,21 @@ class FakeRouter:
 class Bench(ModuleBench):
     """An agent's parts, with a view of them."""
 
-    def __init__(self, **settings: float) -> None:
+    def __init__(self, **settings: object) -> None:
         super().__init__()
         self.router = FakeRouter(self.now())
-        self.ledger, self.journal = ConnectionLedger(), ReapJournal("boot")
-        self.settings = LivenessSettings(**settings)  # type: ignore[arg-type]  # test's own
+        self.ledger = ConnectionLedger()
+        self.config = AgentConfig(l1_size_gb=1, port=5556, **settings)  # type: ignore[arg-type]  # test's own
+        self.settings = LiveSettings(self.config, lambda: None, discard)
         self.serving = True
         self.reaper = Reaper(
             [self.transfer],
             self.ledger,
             Stalls(),
-            lambda: self.settings,
+            self.settings,
             self.releaser,
             self.journal,
+            self.reaped_lately,
             discard,
             self.now,
             lambda _: None,
@@ -85,9 +86,9 @@ class Bench(ModuleBench):
             """Run nothing."""
 
         self.parts = Parts(
-            config=AgentConfig(l1_size_gb=1, port=5556),
+            config=self.config,
             boot_id="boot",
-            settings=lambda: self.settings,
+            settings=self.settings,
             router=cast("Router", self.router),
             reaper=self.reaper,
             releaser=self.releaser,
@@ -149,12 +150,12 @@ def test_the_status_of_an_agent_without_workers() -> None:
 @pytest.mark.parametrize(
     ("settings", "enabled", "mode"),
     [
-        ({"reap_timeout_seconds": 0.0}, False, "enforce"),
-        ({"enforce": False}, False, "observe"),
+        ({"worker_reap_timeout_seconds": 0.0}, False, "enforce"),
+        ({"reap_mode": "observe"}, False, "observe"),
     ],
 )
 def test_the_status_says_that_nothing_is_reaped(
-    settings: dict[str, float], mode: str, *, enabled: bool
+    settings: dict[str, object], mode: str, *, enabled: bool
 ) -> None:
     """And why."""
     liveness = Bench(**settings).liveness()
@@ -192,6 +193,9 @@ def test_an_instance_in_words() -> None:
     json.dumps(shown)
     assert shown == {
         "instance_id": str(BIG_ID),
+        "registration": 1,
+        "registered_at": "2027-01-15T08:00:00.000+00:00",
+        "mapping": None,
         "model": MODEL,
         "world_size": 1,
         "rank": 0,
@@ -204,6 +208,7 @@ def test_an_instance_in_words() -> None:
         "window": "none",
         "deadline_seconds": None,
         "held_by": "open connection",
+        "hints": [],
         "evidence": [
             "silent for 2.5 s",
             "never pinged",

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_nodeagent.ids import InstanceId
-from lmcache_nodeagent.liveness.entry import Hint, LivenessEntry, Speaker
+from lmcache_nodeagent.liveness.entry import LivenessEntry, Speaker
 from lmcache_nodeagent.liveness.evidence import CloseKind, ConnectionLedger, all_closed
-from lmcache_nodeagent.liveness.journal import Reap, ReapJournal
 from lmcache_nodeagent.liveness.stalls import Stalls
 from lmcache_nodeagent.liveness.targets import InstanceLivenessTarget, ReapableEntry
+from lmcache_nodeagent.liveness.testimony import NOTHING_CANCELLED, Cancelled, Hint
 from tests.fakes.liveness_parts import close, connection, entry
 
 # Signs of life
@@ -23,7 +23,7 @@ def test_a_sign_of_life_refreshes_but_only_a_ping_latches() -> None:
     """Traffic says that a worker lives, not that it runs a heartbeat."""
     link = connection()
     idle = entry(link, pinged=False)
-    assert idle.seen(link, 5.0) == ""
+    assert idle.seen(link, 5.0) is NOTHING_CANCELLED
     assert (idle.last_seen, idle.has_liveness_signal) == (5.0, False)
     idle.pinged(6.0)
     assert idle.has_liveness_signal
@@ -41,9 +41,9 @@ def test_a_sign_of_life_clears_hints_and_says_so() -> None:
     """What was hinted at is not so."""
     link = connection()
     hinted = entry(link)
-    hinted.hints.append(Hint("pod_gone", 1.0, 60.0))
+    hinted.hints.append(hint := Hint("pod_gone", 1.0))
     hinted.would_reap_reported = True
-    assert hinted.seen(link, 5.0) == "hint"
+    assert hinted.seen(link, 5.0) == Cancelled("hint", (hint,), 5.0)
     assert (hinted.hints, hinted.would_reap_reported) == ([], False)
 
 
@@ -52,9 +52,9 @@ def test_a_worker_that_came_back_cancels_the_close_window() -> None:
     old, new = connection(serial=1), connection(serial=2)
     back = entry(old)
     close(old, 3.0)
-    assert back.seen(new, 5.0) == "close"
+    assert back.seen(new, 5.0) == Cancelled("close", (), 5.0)
     assert back.connections == [new]
-    assert back.seen(new, 6.0) == ""
+    assert back.seen(new, 6.0) is NOTHING_CANCELLED
 
 
 def test_a_message_read_after_its_connection_closed_was_sent_before() -> None:
@@ -62,7 +62,7 @@ def test_a_message_read_after_its_connection_closed_was_sent_before() -> None:
     link = connection()
     dead = entry(link)
     close(link, 3.0)
-    assert dead.seen(link, 8.0) == ""
+    assert dead.seen(link, 8.0) is NOTHING_CANCELLED
     assert dead.last_seen == 3.0
     dead.last_seen = 4.0
     dead.seen(link, 8.0)
@@ -270,60 +270,6 @@ def test_the_delay_is_what_the_stalls_cover(
         if left >= start and any(b <= left and right <= e for b, e in intervals)
     )
     assert stalls.delay_since(start) == pytest.approx(covered)
-
-
-# The journal
-
-
-def reap(number: int, release_seconds: float | None = 0.25) -> Reap:
-    """A reap of instance `number`."""
-    return Reap(
-        instance_id=InstanceId(number),
-        model="demo/model",
-        reason="heartbeat_timeout",
-        evidence=("silent for 120.0 s",),
-        silent_seconds=120.00049,
-        detected_at="2026-01-01T00:00:00.000+00:00",
-        release_seconds=release_seconds,
-        released_bytes=4096,
-    )
-
-
-def test_the_journal_numbers_reaps_from_one() -> None:
-    """A reader asks for what came after the number it has."""
-    journal = ReapJournal("boot")
-    assert journal.since(0) == {
-        "boot_id": "boot",
-        "next": 0,
-        "oldest": 1,
-        "missed": 0,
-        "reaps": [],
-    }
-    assert [journal.append(reap(7)), journal.append(reap(2**63 - 1, None))] == [1, 2]
-    assert journal.since(1)["reaps"] == [
-        {
-            "seq": 2,
-            "instance_id": "9223372036854775807",
-            "model": "demo/model",
-            "reason": "heartbeat_timeout",
-            "evidence": ["silent for 120.0 s"],
-            "silent_seconds": 120.0,
-            "detected_at": "2026-01-01T00:00:00.000+00:00",
-            "release_seconds": None,
-            "bytes": 4096,
-        }
-    ]
-
-
-def test_the_journal_says_how_many_reaps_a_reader_missed() -> None:
-    """It is bounded; a number of another boot misses nothing."""
-    journal = ReapJournal("boot", length=2)
-    for number in range(1, 6):
-        journal.append(reap(number))
-    late = journal.since(1)
-    assert (late["oldest"], late["missed"], late["next"]) == (4, 2, 5)
-    assert journal.since(3)["missed"] == 0
-    assert journal.since(99)["missed"] == 0
 
 
 # The contract of holders

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from lmcache_nodeagent.liveness.entry import Hint
 from lmcache_nodeagent.liveness.evidence import CloseKind, Surroundings
-from lmcache_nodeagent.liveness.policy import (
+from lmcache_nodeagent.liveness.policy import Reason, State, Window, is_mass_silence, judge
+from lmcache_nodeagent.liveness.stalls import Stalls
+from lmcache_nodeagent.liveness.testimony import Hint
+from lmcache_nodeagent.liveness.windows import (
     LivenessSettings,
-    Reason,
-    State,
-    Window,
     fell_silent,
     heartbeat_is_mismatched,
-    is_mass_silence,
-    judge,
 )
-from lmcache_nodeagent.liveness.stalls import Stalls
 from tests.fakes.judged import (
     CLOSE,
     GRACE,
@@ -62,7 +58,7 @@ def test_the_flag_restores_the_plain_grace_for_idle_workers() -> None:
     idle = entry(pinged=False)
     assert_ends(verdict(idle, 3599.0, settings=settings), Window.REGISTRATION_GRACE, GRACE)
     assert verdict(idle, GRACE, settings=settings).reason is Reason.REGISTRATION_GRACE
-    idle.hints.append(Hint("pod_deleted", 10.0, NEVER))
+    idle.hints.append(Hint("pod_deleted", 10.0))
     assert verdict(idle, 25.0, settings=settings).reason is Reason.POD_HINT
 
 
@@ -130,28 +126,45 @@ def test_an_exited_process_with_an_open_connection_proves_nothing() -> None:
 def test_a_hint_shortens_the_window_of_a_worker_that_is_connected() -> None:
     """The pod is gone as far as the API knows: 15 s of silence are enough then."""
     hinted = entry(at=100.0)
-    hinted.hints.append(Hint("pod_gone", 110.0, NEVER))
+    hinted.hints.append(Hint("pod_gone", 110.0))
     assert_ends(verdict(hinted, 124.9), Window.HINT, 125.0)
     reaped = verdict(hinted, 125.0)
     assert (reaped.reason, reaped.state) == (Reason.POD_HINT, State.SUSPECT)
-    assert "hint: pod_gone" in reaped.evidence
+    assert (reaped.since, reaped.trigger) == (110.0, "pod_gone")
+    assert "hint: pod_gone, told 15.0 s ago" in reaped.evidence
 
 
 def test_a_hint_does_nothing_to_an_idle_worker_that_is_connected() -> None:
     """Only proof acts on an open connection that never pinged."""
     hinted = entry(pinged=False)
-    hinted.hints.append(Hint("pod_gone", 0.0, NEVER))
+    hinted.hints.append(Hint("pod_gone", 0.0))
     assert verdict(hinted, NEVER - 1).reason is None
 
 
 def test_hints_expire() -> None:
-    """From then on it is as if they had never come."""
-    hinted = entry(at=100.0)
-    hinted.hints.append(Hint("pod_gone", 100.0, 110.0))
-    expired = verdict(hinted, 119.0)
-    assert_ends(expired, Window.HEARTBEAT_TIMEOUT, 220.0)
-    assert expired.state is State.ACTIVE
-    assert "hint: pod_gone" not in expired.evidence
+    """A minute after their window: what held the worker may end by itself, and is judged anew."""
+    link = connection(serial=1)
+    held = entry(link, at=100.0, pinged=False)
+    held.hints.append(Hint("pod_gone", 100.0))
+    assert verdict(held, 174.9).state is State.SUSPECT
+    expired = verdict(held, 175.0)
+    assert expired.state is State.IDLE
+    assert not any("pod_gone" in line for line in expired.evidence)
+    close(link, 175.0)
+    assert_ends(verdict(held, 184.9), Window.CLOSE, 185.0)
+
+
+@pytest.mark.parametrize("kind", CloseKind)
+def test_a_hint_leaves_a_connection_that_just_closed_time_to_come_back(kind: CloseKind) -> None:
+    """The open connection held it till then; the hint's own window is over."""
+    link = connection(serial=1)
+    held = entry(link, at=100.0, pinged=False)
+    held.hints.append(Hint("pod_gone", 100.0))
+    assert verdict(held, 120.0).held_by == "open connection"
+    close(link, 120.0, kind)
+    assert verdict(held, 129.9).reason is None
+    assert verdict(held, 129.9, candidate()).window is Window.NONE
+    assert verdict(held, 130.0).reason is Reason.POD_HINT
 
 
 # Relation of windows
@@ -177,7 +190,7 @@ def test_the_hint_window_follows_the_observed_interval(interval: float, window: 
     """max(confirm, 1.5 x observed); and never beyond what silence would have given."""
     slow = entry()
     slow.ping_intervals = [interval]
-    slow.hints.append(Hint("pod_gone", 0.0, NEVER))
+    slow.hints.append(Hint("pod_gone", 0.0))
     settings = LivenessSettings(reap_timeout_seconds=120, registration_grace_seconds=120)
     judged = verdict(slow, window, settings=settings)
     assert judged.deadline == window
@@ -228,7 +241,7 @@ def test_lateness_of_the_agent_puts_deadlines_off() -> None:
     assert_ends(verdict(entry(at=80.0), 199.0, stalls=stalls), Window.HEARTBEAT_TIMEOUT, 200.0)
     assert_ends(verdict(closed_entry(45.0), 80.0, stalls=stalls), Window.CLOSE, 85.0)
     hinted = entry(at=40.0)
-    hinted.hints.append(Hint("pod_gone", 40.0, NEVER))
+    hinted.hints.append(Hint("pod_gone", 40.0))
     assert_ends(verdict(hinted, 80.0, stalls=stalls), Window.HINT, 85.0)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from lmcache_nodeagent.liveness.entry import Hint
 from lmcache_nodeagent.liveness.evidence import CloseKind, Connection
 from lmcache_nodeagent.liveness.policy import (
     Reason,
@@ -12,6 +11,7 @@ from lmcache_nodeagent.liveness.policy import (
     Window,
 )
 from lmcache_nodeagent.liveness.stalls import Stalls
+from lmcache_nodeagent.liveness.testimony import Hint
 from tests.fakes.judged import (
     CLOSE,
     CONFIRM,
@@ -57,7 +57,7 @@ def test_one_open_connection_of_several_means_not_closed() -> None:
 def test_other_engines_are_judged_by_silence_and_proof_alone(engine: str) -> None:
     """Their connectors reconnect and restart in ways that are not known."""
     other = closed_entry(engine=engine)
-    other.hints.append(Hint("pod_gone", 0.0, NEVER))
+    other.hints.append(Hint("pod_gone", 0.0))
     assert_ends(verdict(other, 60.0), Window.HEARTBEAT_TIMEOUT, T)
 
 
@@ -82,7 +82,7 @@ def test_a_candidate_does_not_hold_silence() -> None:
 def test_a_candidate_holds_hints_as_well() -> None:
     """The entry is held, not one of its windows."""
     hinted = closed_entry()
-    hinted.hints.append(Hint("pod_gone", 0.0, NEVER))
+    hinted.hints.append(Hint("pod_gone", 0.0))
     assert verdict(hinted, 60.0, candidate()).window is Window.HEARTBEAT_TIMEOUT
 
 

@@ -7,15 +7,13 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_nodeagent.liveness.entry import Hint, LivenessEntry
+from lmcache_nodeagent.liveness.entry import LivenessEntry
 from lmcache_nodeagent.liveness.evidence import CloseKind, Surroundings
-from lmcache_nodeagent.liveness.policy import (
-    LivenessSettings,
-    judge,
-)
+from lmcache_nodeagent.liveness.policy import judge
 from lmcache_nodeagent.liveness.stalls import Stalls
+from lmcache_nodeagent.liveness.testimony import Hint
+from lmcache_nodeagent.liveness.windows import LivenessSettings
 from tests.fakes.judged import (
-    NEVER,
     candidate,
     gone,
 )
@@ -46,7 +44,7 @@ arounds = st.builds(
     router_stall_ended_at=st.none() | seconds,
 )
 stall_lists = st.lists(st.tuples(seconds, seconds), max_size=3)
-hints = st.builds(Hint, st.just("pod_gone"), seconds, st.just(NEVER))
+hints = st.builds(Hint, st.just("pod_gone"), seconds)
 all_settings = st.builds(
     LivenessSettings,
     reap_timeout_seconds=st.sampled_from([0.0, 30.0, 120.0]),

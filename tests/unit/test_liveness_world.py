@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from lmcache_nodeagent.liveness.policy import LivenessSettings
+from lmcache_nodeagent.liveness.windows import LivenessSettings
 from tests.fakes.liveness_world import Worker, World
 
 ADDRESSES = st.sampled_from(["10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4", "10.0.0.5"])

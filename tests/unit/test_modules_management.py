@@ -6,13 +6,13 @@ import pytest
 
 from lmcache_nodeagent.events import Event, HintCancelled, UnknownInstanceTold
 from lmcache_nodeagent.ids import InstanceId
-from lmcache_nodeagent.liveness.entry import Hint, Speaker
+from lmcache_nodeagent.liveness.entry import Speaker
 from lmcache_nodeagent.liveness.evidence import ConnectionLedger
-from lmcache_nodeagent.liveness.journal import ReapJournal
-from lmcache_nodeagent.liveness.policy import LivenessSettings
 from lmcache_nodeagent.liveness.reaper import Reaper
 from lmcache_nodeagent.liveness.stalls import Stalls
 from lmcache_nodeagent.liveness.targets import Touched
+from lmcache_nodeagent.liveness.testimony import Hint
+from lmcache_nodeagent.liveness.windows import LivenessSettings
 from lmcache_nodeagent.modules.absent_pings import AbsentPings
 from lmcache_nodeagent.modules.calls import Call, Pending
 from lmcache_nodeagent.modules.management import ManagementFigures, ManagementModule
@@ -37,7 +37,8 @@ class Bench(ModuleBench):
             Stalls(),
             LivenessSettings,
             self.releaser,
-            ReapJournal("boot"),
+            self.journal,
+            self.reaped_lately,
             self.told.append,
             self.now,
             lambda _: None,
@@ -47,6 +48,8 @@ class Bench(ModuleBench):
             reaper,
             self.store_,
             self.absent,
+            self.reaped_lately,
+            self.journal,
             16,
             self.told.append,
             self.now,
@@ -97,9 +100,9 @@ def test_signs_of_life_find_the_holder_of_the_instance() -> None:
     assert bench.management.hear(SEVEN, link, ping=True).speaker is Speaker.RIGHTFUL
     assert held.has_liveness_signal
     assert bench.told == []
-    held.hints.append(Hint("pod_gone", 0.0, 1e9))
+    held.hints.append(Hint("pod_gone", 0.0))
     bench.management.hear(SEVEN, link, ping=False)
-    assert bench.told == [HintCancelled(SEVEN, "hint")]
+    assert bench.told == [HintCancelled(SEVEN, "hint", "pod_gone")]
     stranger = bench.management.hear(SEVEN, connection("10.0.0.2"), ping=True)
     assert stranger.speaker is Speaker.STRANGER
     unknown = bench.management.hear(InstanceId(9), link, ping=True)

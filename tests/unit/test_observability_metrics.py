@@ -102,7 +102,8 @@ def test_no_label_is_an_id_or_a_peer() -> None:
     """Labels have few values by design."""
     labels = {label for metric in COUNTED for label in metric.labels}
     labels |= {label for metric in SAMPLED for label in metric.labels}
-    assert labels <= {"reason", "window", "operation", "ok", "state", "pool"}
+    words = {"reason", "window", "trigger", "kind", "outcome"}
+    assert labels <= {"operation", "ok", "state", "pool", *words}
 
 
 def test_names_are_unique_and_carry_their_unit() -> None:

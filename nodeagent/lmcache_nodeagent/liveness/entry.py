@@ -7,6 +7,13 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from lmcache_nodeagent.liveness.evidence import all_closed
+from lmcache_nodeagent.liveness.testimony import (
+    NOT_NUMBERED,
+    NOTHING_CANCELLED,
+    Cancelled,
+    Hint,
+    Registered,
+)
 
 if TYPE_CHECKING:
     from lmcache_nodeagent.ids import InstanceId
@@ -18,17 +25,8 @@ PING_INTERVALS_KEPT = 3
 _MIN_INTERVAL_SECONDS = 0.5
 """Shorter gaps are queued pings read in one go after an outage, not an interval."""
 
-
-@dataclass(frozen=True, slots=True)
-class Hint:
-    """A reason to shorten a window, from the operator (design of the operator link).
-
-    `observed_at` is monotonic; a hint is refused for an instance registered later than that.
-    """
-
-    trigger: str
-    observed_at: float
-    expires_at: float
+_HINTS_KEPT = 16
+_EVIDENCE_IDS_KEPT = 64
 
 
 class Speaker(Enum):
@@ -47,6 +45,8 @@ class LivenessEntry:
     seconds. `connections` are those that have rightfully spoken for the instance and are worth
     remembering; `registrant` is the one that registered it last; `superseded` ones spoke for a
     context that a later registration replaced, and have no say while the registrant is open.
+    `hints` is what the operator said and no sign of life has refuted, `evidence_seen` the ids of
+    all that it said about this registration and that was taken.
     """
 
     instance_id: InstanceId
@@ -57,7 +57,9 @@ class LivenessEntry:
     has_liveness_signal: bool = False
     connections: list[Connection] = field(default_factory=list)
     superseded: list[Connection] = field(default_factory=list)
+    registered: Registered = NOT_NUMBERED
     hints: list[Hint] = field(default_factory=list)
+    evidence_seen: list[str] = field(default_factory=list)
     ping_intervals: list[float] = field(default_factory=list)
     last_ping_at: float | None = None
     mismatch_reported: bool = False
@@ -101,23 +103,40 @@ class LivenessEntry:
         self.connections = [c for c in self.connections if c.is_open and c is not connection]
         self.connections.append(connection)
 
-    def seen(self, connection: Connection, now: float) -> str:
-        """Take a sign of life of a rightful speaker; return the window it cancelled, or ''.
+    def seen(self, connection: Connection, now: float) -> Cancelled:
+        """Take a sign of life of a rightful speaker; return what it cancelled.
 
         A message read after its connection was found closed was sent before the close: it says
         nothing about the time since.
         """
         if connection.closed_at is not None:
             self.last_seen = max(self.last_seen, min(now, connection.closed_at))
-            return ""
-        cancelled = "close" if all_closed(self.connections) else ""
-        if self.hints:
-            cancelled = "hint"
-            self.hints.clear()
+            return NOTHING_CANCELLED
+        window = "close" if all_closed(self.connections) else ""
+        refuted = tuple(hint for hint in self.hints if not hint.survives(now))
+        if refuted:
+            window = "hint" if all(hint.ended_at is None for hint in refuted) else "proof"
+            self.hints = [hint for hint in self.hints if hint.survives(now)]
+        silent_seconds = max(0.0, now - self.last_seen)
         self.bind(connection)
         self.last_seen = max(self.last_seen, now)
         self.would_reap_reported = False
-        return cancelled
+        return Cancelled(window, refuted, silent_seconds) if window else NOTHING_CANCELLED
+
+    def registered_again(self, connection: Connection, now: float, registered: Registered) -> None:
+        """Take a registration with the content that is in force.
+
+        What the operator said was about the one before, and may have been about another process.
+        """
+        self.seen(connection, now)
+        self.registrant = connection
+        self.registered = registered
+        self.hints, self.evidence_seen = [], []
+
+    def take_hint(self, hint: Hint, evidence_id: str) -> None:
+        """Keep a piece of evidence, and its id so that a repeat has no effect."""
+        self.hints = [*self.hints, hint][-_HINTS_KEPT:]
+        self.evidence_seen = [*self.evidence_seen, evidence_id][-_EVIDENCE_IDS_KEPT:]
 
     def inherit(self, earlier: LivenessEntry) -> None:
         """Take over what an earlier entry of the same id taught about its heartbeat."""

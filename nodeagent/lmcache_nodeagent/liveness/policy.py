@@ -6,25 +6,40 @@ takes a lock or has an effect.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from lmcache_nodeagent.liveness.evidence import CloseKind, all_closed
+from lmcache_nodeagent.liveness.closes import (
+    close_window,
+    closed_by_peer,
+    last_close,
+    open_candidates,
+)
+from lmcache_nodeagent.liveness.evidence import all_closed
+from lmcache_nodeagent.liveness.windows import (
+    HINT_LASTS_SECONDS,
+    fell_silent,
+    hint_window_seconds,
+    silence_window_seconds,
+)
+from lmcache_nodeagent.liveness.words import describe as in_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from lmcache_nodeagent.liveness.entry import Hint, LivenessEntry
-    from lmcache_nodeagent.liveness.evidence import Connection, Link, Surroundings
+    from lmcache_nodeagent.liveness.entry import LivenessEntry
+    from lmcache_nodeagent.liveness.evidence import Surroundings
     from lmcache_nodeagent.liveness.stalls import Stalls
+    from lmcache_nodeagent.liveness.testimony import Hint
+    from lmcache_nodeagent.liveness.windows import LivenessSettings
 
 ENGINE_WITH_ALL_EVIDENCE = "vllm"
 """Connectors of other engines behave differently on closes: silence and proof alone judge them."""
 
-NETWORK_EVENT_SECONDS = 2.0
-"""Closes from two or more peers within this time are the network's doing, not the workers'."""
+LATE_SIGN_SECONDS = 2.0
+"""What an ended run sent or closed is read by then: the kubelet's time of its end is rounded down
+to a second, and reading takes a moment."""
 
 BRAKE_MIN_PEERS = 3
 BRAKE_SHARE = 0.6
@@ -34,10 +49,16 @@ class Reason(Enum):
     """Why an instance was reaped; names as in logs, journal and metrics."""
 
     PROCESS_EXIT = "process_exit"
+    CONTAINER_TERMINATED = "container_terminated"
+    POD_TERMINATED = "pod_terminated"
     CONNECTION_CLOSED = "connection_closed"
     POD_HINT = "pod_hint"
     HEARTBEAT_TIMEOUT = "heartbeat_timeout"
     REGISTRATION_GRACE = "registration_grace"
+
+
+PROOFS = {one.value: one for one in (Reason.CONTAINER_TERMINATED, Reason.POD_TERMINATED)}
+"""The operator's triggers that may be proof; the reap's reason is the trigger."""
 
 
 class Window(Enum):
@@ -61,29 +82,12 @@ class State(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class LivenessSettings:
-    """The windows, in seconds. `reap_timeout_seconds` 0 means that nothing is ever reaped."""
-
-    reap_timeout_seconds: float = 120.0
-    registration_grace_seconds: float = 3600.0
-    heartbeat_interval_seconds: float = 10.0
-    hint_confirm_seconds: float = 15.0
-    close_confirm_seconds: float = 10.0
-    enforce: bool = True
-    reap_idle_connected: bool = False
-
-    @property
-    def reaps(self) -> bool:
-        """False: verdicts are only reported (observe mode, or a reap timeout of 0)."""
-        return self.enforce and self.reap_timeout_seconds > 0
-
-
-@dataclass(frozen=True, slots=True)
 class Verdict:
     """What follows for one instance now.
 
     `deadline` is when `window` ends, None if nothing runs out; `reason` is set once it has, or on
-    proof. `held_by` names what keeps a dead-looking instance, for people.
+    proof. `held_by` names what keeps a dead-looking instance, for people. `since` is when the
+    worker's end shows, as far as it is known; `trigger` is the operator's, if its word decides.
     """
 
     state: State
@@ -92,6 +96,8 @@ class Verdict:
     reason: Reason | None
     held_by: str | None
     evidence: tuple[str, ...]
+    since: float | None = None
+    trigger: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +107,44 @@ class _Limit:
     window: Window
     reason: Reason
     deadline: float
+    since: float
+    trigger: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """One instance, what is around it, and the moment."""
+
+    entry: LivenessEntry
+    now: float
+    settings: LivenessSettings
+    surroundings: Surroundings
+    stalls: Stalls
+
+    @property
+    def hints(self) -> Sequence[Hint]:
+        """What the operator said that counts now."""
+        if not self.settings.operator_word:
+            return ()
+        return [hint for hint in self.entry.hints if hint.ended_at is not None or self.lasts(hint)]
+
+    def lasts(self, hint: Hint) -> bool:
+        """Tell whether a hint has not expired."""
+        window = hint_window_seconds(self.entry, self.settings)
+        return self.now < self.ends(hint.received_at, window + HINT_LASTS_SECONDS)
+
+    def ends(self, start: float, seconds: float) -> float:
+        """Return when a window ends: the agent's own lateness is added to it."""
+        return start + seconds + self.stalls.delay_since(start)
+
+    def close_ends(self) -> float:
+        """Return when the close window ends."""
+        return self.ends(*close_window(self.entry, self.settings, self.surroundings))
+
+    def outlived(self, ended_at: float, moment: float) -> bool:
+        """Tell whether something happened too late to have come from a run that ended."""
+        lateness = LATE_SIGN_SECONDS + self.stalls.delay_between(ended_at, moment)
+        return moment > ended_at + lateness
 
 
 def judge(
@@ -116,6 +160,7 @@ def judge(
 
     `describe` asks for the evidence in words, which costs more than the judgement.
     """
+    case = _Case(entry, now, settings, surroundings, stalls)
     closed = all_closed(entry.connections)
     held_by, candidates = None, 0
     if closed:
@@ -123,154 +168,79 @@ def judge(
         held_by = f"{candidates} candidate connection(s)" if candidates else None
     elif not entry.has_liveness_signal and not settings.reap_idle_connected:
         held_by = "open connection"
-    evidence = _describe(entry, now, candidates) if describe else ()
-    if closed and entry.last_connection.process_gone:
-        return Verdict(State.CLOSED, Window.NONE, None, Reason.PROCESS_EXIT, None, evidence)
-    limits = list(_limits(entry, now, settings, surroundings, stalls, held=held_by is not None))
+    hints = case.hints
+    evidence = in_words(entry, now, hints, candidates) if describe else ()
+    if closed and (proof := _proven(case, hints)) is not None:
+        return Verdict(State.CLOSED, Window.NONE, None, proof[0], None, evidence, *proof[1:])
+    limits = list(_limits(case, hints, held=held_by is not None))
     earliest = min(limits, key=lambda limit: limit.deadline, default=None)
-    state = _state(entry, now, closed=closed, settings=settings)
+    state = _state(case, hints, closed=closed)
     if earliest is None:
         return Verdict(state, Window.NONE, None, None, held_by, evidence)
     reason = earliest.reason if now >= earliest.deadline else None
-    return Verdict(state, earliest.window, earliest.deadline, reason, held_by, evidence)
+    return Verdict(
+        state,
+        earliest.window,
+        earliest.deadline,
+        reason,
+        held_by,
+        evidence,
+        earliest.since,
+        earliest.trigger,
+    )
 
 
-def _limits(
-    entry: LivenessEntry,
-    now: float,
-    settings: LivenessSettings,
-    surroundings: Surroundings,
-    stalls: Stalls,
-    *,
-    held: bool,
-) -> Iterable[_Limit]:
+def _proven(case: _Case, hints: Sequence[Hint]) -> tuple[Reason, float, str] | None:
+    """Find proof that acts at once, now that every connection is closed: reason, since, trigger.
+
+    A connection that closed long after the end that is reported contradicts it: see `_limits`.
+    """
+    closed_at = last_close(case.entry)
+    if case.entry.last_connection.process_gone:
+        return Reason.PROCESS_EXIT, closed_at, ""
+    for hint in hints:
+        if hint.ended_at is not None and not case.outlived(hint.ended_at, closed_at):
+            return PROOFS[hint.trigger], max(hint.ended_at, closed_at), hint.trigger
+    return None
+
+
+def _limits(case: _Case, hints: Sequence[Hint], *, held: bool) -> Iterable[_Limit]:
     """Yield every window that runs for this entry."""
-
-    def limit(window: Window, reason: Reason, start: float, seconds: float) -> _Limit:
-        return _Limit(window, reason, start + seconds + stalls.delay_since(start))
-
+    entry, settings = case.entry, case.settings
+    closed = all_closed(entry.connections)
+    if closed and not held:
+        for hint in hints:
+            if hint.ended_at is not None:
+                reason, since = PROOFS[hint.trigger], last_close(entry)
+                yield _Limit(Window.CLOSE, reason, case.close_ends(), since, hint.trigger)
     if not held and entry.engine_type == ENGINE_WITH_ALL_EVIDENCE:
-        for hint in standing_hints(entry, now):
-            seconds = hint_window_seconds(entry, settings)
-            yield limit(Window.HINT, Reason.POD_HINT, hint.observed_at, seconds)
+        yield from _hint_limits(case, hints, closed=closed)
         if closed_by_peer(entry):
-            start, seconds = close_window(entry, settings, surroundings)
-            yield limit(Window.CLOSE, Reason.CONNECTION_CLOSED, start, seconds)
+            closes = case.close_ends()
+            yield _Limit(Window.CLOSE, Reason.CONNECTION_CLOSED, closes, last_close(entry))
     if settings.reap_timeout_seconds <= 0:
         return
     if entry.has_liveness_signal:
-        seconds = silence_window_seconds(entry, settings)
-        yield limit(Window.HEARTBEAT_TIMEOUT, Reason.HEARTBEAT_TIMEOUT, entry.last_seen, seconds)
+        reason, seconds = Reason.HEARTBEAT_TIMEOUT, silence_window_seconds(entry, settings)
+        deadline = case.ends(entry.last_seen, seconds)
+        yield _Limit(Window.HEARTBEAT_TIMEOUT, reason, deadline, entry.last_seen)
     elif settings.reap_idle_connected or not held:
-        window, reason = Window.REGISTRATION_GRACE, Reason.REGISTRATION_GRACE
-        grace = limit(window, reason, entry.last_seen, settings.registration_grace_seconds)
-        if all_closed(entry.connections) and not settings.reap_idle_connected:
+        deadline = case.ends(entry.last_seen, settings.registration_grace_seconds)
+        if closed and not settings.reap_idle_connected:
             # The grace may have ended while the open connection held it: leave time to reconnect.
-            reconnected = limit(window, reason, *close_window(entry, settings, surroundings))
-            grace = max(grace, reconnected, key=lambda one: one.deadline)
-        yield grace
+            deadline = max(deadline, case.close_ends())
+        reason = Reason.REGISTRATION_GRACE
+        yield _Limit(Window.REGISTRATION_GRACE, reason, deadline, entry.last_seen)
 
 
-def silence_window_seconds(entry: LivenessEntry, settings: LivenessSettings) -> float:
-    """T, or three observed ping intervals if that is longer, at most the grace."""
-    widened = min(3 * entry.observed_interval_seconds, settings.registration_grace_seconds)
-    return max(settings.reap_timeout_seconds, widened)
-
-
-def hint_window_seconds(entry: LivenessEntry, settings: LivenessSettings) -> float:
-    """The confirm time, or one and a half observed ping intervals, at most the grace."""
-    widened = min(1.5 * entry.observed_interval_seconds, settings.registration_grace_seconds)
-    return max(settings.hint_confirm_seconds, widened)
-
-
-def heartbeat_is_mismatched(entry: LivenessEntry, settings: LivenessSettings) -> bool:
-    """Tell whether the worker pings too slowly for T; 10 % of jitter is not a mismatch."""
-    timeout = settings.reap_timeout_seconds
-    return timeout > 0 and 3 * entry.observed_interval_seconds > 1.1 * timeout
-
-
-def closed_by_peer(entry: LivenessEntry) -> bool:
-    """Tell whether the instance's connections are all closed, the last one by the worker's end."""
-    return all_closed(entry.connections) and entry.last_connection.close_kind is CloseKind.PEER
-
-
-def standing_hints(entry: LivenessEntry, now: float) -> Sequence[Hint]:
-    """Return the hints that have not expired."""
-    return [hint for hint in entry.hints if now < hint.expires_at]
-
-
-def open_candidates(entry: LivenessEntry, surroundings: Surroundings) -> Iterable[str]:
-    """Yield a line for each open connection that might be the same worker come back."""
-    for link in surroundings.links:
-        if _may_be_the_worker(link, entry):
-            who = link.connection.peer.text if link.connection else "somebody silent so far"
-            yield f"link {link.serial} from {who}"
-
-
-def _may_be_the_worker(link: Link, entry: LivenessEntry) -> bool:
-    """Tell whether a link was accepted after the instance's last one and not shown to be another's.
-
-    That one is excluded for good: a link that is not the worker's says nothing by its end either.
-    """
-    if link.serial <= entry.last_connection.accept_serial:
-        return False
-    return link.connection is None or not _excluded(link.connection, entry)
-
-
-def _excluded(candidate: Connection, entry: LivenessEntry) -> bool:
-    """Tell whether a connection has shown that it is somebody else.
-
-    Stock clients count their uids on over a reconnect, so uid 0 is a new process's first request.
-    """
-    if candidate.first_uid == 0 or candidate.spoke_for - {entry.instance_id}:
-        return True
-    return candidate.asked_lookups and not any(c.asked_lookups for c in entry.connections)
-
-
-def close_window(
-    entry: LivenessEntry, settings: LivenessSettings, surroundings: Surroundings
-) -> tuple[float, float]:
-    """Return start and length of the time in which a living worker has come back.
-
-    It starts at the latest of: the close, a candidate's close, a router stall's end.
-    """
-    closes = _closes(entry, surroundings)
-    start, stall_ended_at = max(closes), surroundings.router_stall_ended_at
-    if stall_ended_at is not None:
-        start = max(start, stall_ended_at)
-    if _is_network_event(entry, surroundings, closes):
-        return start, hint_window_seconds(entry, settings)
-    return start, settings.close_confirm_seconds
-
-
-def _closes(entry: LivenessEntry, surroundings: Surroundings) -> list[float]:
-    """When the instance's connections closed, and links that may have been the worker come back."""
-    closes = [c.closed_at for c in entry.connections if c.closed_at is not None]
-    closes += [
-        link.closed_at
-        for link in surroundings.gone
-        if link.closed_at is not None and _may_be_the_worker(link, entry)
-    ]
-    return closes
-
-
-def _is_network_event(
-    entry: LivenessEntry, surroundings: Surroundings, closes: Sequence[float]
-) -> bool:
-    """Tell whether another peer's connection closed within two seconds of one of this one's."""
-    own, ordered = entry.last_connection.peer.identity, sorted(closes)
-    for identity, moment in surroundings.peer_closes:
-        if identity != own:
-            after = bisect_left(ordered, moment - NETWORK_EVENT_SECONDS)
-            if after < len(ordered) and ordered[after] <= moment + NETWORK_EVENT_SECONDS:
-                return True
-    return False
-
-
-def fell_silent(entry: LivenessEntry, now: float, settings: LivenessSettings) -> bool:
-    """Tell whether half of the silence window has passed without a word: a ping is overdue."""
-    window = silence_window_seconds(entry, settings)
-    return entry.has_liveness_signal and 0 < window / 2 < now - entry.last_seen
+def _hint_limits(case: _Case, hints: Sequence[Hint], *, closed: bool) -> Iterable[_Limit]:
+    """Yield the windows of hints; a contradicted proof counts as one while it is fresh."""
+    seconds = hint_window_seconds(case.entry, case.settings)
+    for hint in filter(case.lasts, hints):
+        deadline = case.ends(hint.received_at, seconds)
+        if closed:  # maybe a moment ago: leave time to reconnect
+            deadline = max(deadline, case.close_ends())
+        yield _Limit(Window.HINT, Reason.POD_HINT, deadline, hint.received_at, hint.trigger)
 
 
 def is_mass_silence(silent_peers: int, pinging_peers: int) -> bool:
@@ -278,31 +248,9 @@ def is_mass_silence(silent_peers: int, pinging_peers: int) -> bool:
     return silent_peers >= BRAKE_MIN_PEERS and silent_peers > BRAKE_SHARE * pinging_peers
 
 
-def _state(entry: LivenessEntry, now: float, *, closed: bool, settings: LivenessSettings) -> State:
+def _state(case: _Case, hints: Sequence[Hint], *, closed: bool) -> State:
     if closed:
         return State.CLOSED
-    if standing_hints(entry, now) or fell_silent(entry, now, settings):
+    if hints or fell_silent(case.entry, case.now, case.settings):
         return State.SUSPECT
-    return State.ACTIVE if entry.has_liveness_signal else State.IDLE
-
-
-def _describe(entry: LivenessEntry, now: float, candidates: int) -> tuple[str, ...]:
-    """Say in words what is known, for the journal and for people."""
-    lines = [f"silent for {now - entry.last_seen:.1f} s"]
-    lines.append("has pinged" if entry.has_liveness_signal else "never pinged")
-    if entry.observed_interval_seconds:
-        lines.append(f"pings every {entry.observed_interval_seconds:.1f} s")
-    last = entry.last_connection
-    if last.closed_at is None or last.close_kind is None:
-        lines.append(f"connection from {last.peer.text} open")
-    else:
-        ago = now - last.closed_at
-        lines.append(
-            f"connection from {last.peer.text} closed {ago:.1f} s ago ({last.close_kind.value})"
-        )
-    if last.process_gone:
-        lines.append("process exited (pidfd)")
-    if candidates:
-        lines.append(f"{candidates} connection(s) might be the worker come back")
-    lines.extend(f"hint: {hint.trigger}" for hint in standing_hints(entry, now))
-    return tuple(lines)
+    return State.ACTIVE if case.entry.has_liveness_signal else State.IDLE

@@ -6,23 +6,21 @@ from dataclasses import dataclass, field
 from threading import Event
 from typing import TYPE_CHECKING, Protocol
 
-from lmcache_nodeagent.clock import wall_time_text
+from lmcache_nodeagent.clock import wall
 from lmcache_nodeagent.events import (
     HeartbeatMismatch,
     InstanceReaped,
     InstanceWouldBeReaped,
     SilenceBrakeApplied,
 )
-from lmcache_nodeagent.liveness.journal import Reap
-from lmcache_nodeagent.liveness.policy import (
-    Reason,
+from lmcache_nodeagent.liveness.journal import JournalEntry, Subject
+from lmcache_nodeagent.liveness.policy import Reason, is_mass_silence, judge
+from lmcache_nodeagent.liveness.stalls import STALL_SECONDS
+from lmcache_nodeagent.liveness.windows import (
     fell_silent,
     heartbeat_is_mismatched,
-    is_mass_silence,
-    judge,
     silence_window_seconds,
 )
-from lmcache_nodeagent.liveness.stalls import STALL_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,11 +31,13 @@ if TYPE_CHECKING:
     from lmcache_nodeagent.ids import InstanceId
     from lmcache_nodeagent.liveness.entry import LivenessEntry
     from lmcache_nodeagent.liveness.evidence import ConnectionLedger
-    from lmcache_nodeagent.liveness.journal import ReapJournal
-    from lmcache_nodeagent.liveness.policy import LivenessSettings, Verdict
+    from lmcache_nodeagent.liveness.journal import Journal
+    from lmcache_nodeagent.liveness.policy import Verdict
+    from lmcache_nodeagent.liveness.reaped_lately import ReapedLately
     from lmcache_nodeagent.liveness.release import Releaser
     from lmcache_nodeagent.liveness.stalls import Stalls
     from lmcache_nodeagent.liveness.targets import InstanceLivenessTarget, ReapableEntry
+    from lmcache_nodeagent.liveness.windows import LivenessSettings
 
 _LONGEST_SLEEP_SECONDS = 30.0
 _SHORTEST_SLEEP_SECONDS = 0.01
@@ -64,6 +64,7 @@ class _Survey:
     pinging_peers: set[str] = field(default_factory=set)
     heard_peers: set[str] = field(default_factory=set)  # with a worker that has not fallen silent
     facts: list[Fact] = field(default_factory=list)
+    journalled: list[JournalEntry] = field(default_factory=list)
 
     @property
     def silent_peers(self) -> int:
@@ -81,7 +82,8 @@ class Reaper:
         stalls: Stalls,
         settings: Callable[[], LivenessSettings],
         releaser: Releaser,
-        journal: ReapJournal,
+        journal: Journal,
+        reaped_lately: ReapedLately,
         publish: Publish,
         now: Now,
         housekeeping: Callable[[float], None],
@@ -92,6 +94,7 @@ class Reaper:
         self._settings = settings
         self._releaser = releaser
         self._journal = journal
+        self._reaped_lately = reaped_lately
         self._publish = publish
         self._now = now
         self._housekeeping = housekeeping
@@ -147,6 +150,8 @@ class Reaper:
                 self._reap(now, settings, survey)
         for fact in survey.facts:
             self._publish(fact)
+        for entry in survey.journalled:
+            self._journal.append(entry)
         overdue_at = self._releaser.report_overdue()
         if overdue_at is not None:
             survey.deadlines.append(overdue_at)
@@ -225,14 +230,14 @@ class Reaper:
             return True
         return self._router is not None and now - self._router.last_read_at() > timeout / 2
 
-    def verdicts(self) -> Sequence[tuple[ReapableEntry, Verdict, float]]:
-        """Judge every entry now, for people: (entry, verdict, silent seconds). Threads: any."""
+    def verdicts(self, *, describe: bool = True) -> Sequence[tuple[ReapableEntry, Verdict, float]]:
+        """Judge every entry now, for others: (entry, verdict, silent seconds). Threads: any."""
         now, settings = self._now(), self._settings()
         surroundings = self._ledger.surroundings()
         found: list[tuple[ReapableEntry, Verdict, float]] = []
 
         def visit(entry: ReapableEntry) -> None:
-            verdict = judge(entry, now, settings, surroundings, self._stalls)
+            verdict = judge(entry, now, settings, surroundings, self._stalls, describe=describe)
             found.append((entry, verdict, now - entry.last_seen))
 
         for target in self._targets:
@@ -247,24 +252,34 @@ class Reaper:
     def _release(self, entry: ReapableEntry, verdict: Verdict, now: float) -> None:
         """Release one entry and journal it once its bytes are back, or are known to be stuck."""
         reason = verdict.reason.value if verdict.reason else ""
-        silent_seconds, detected_at, mapped = now - entry.last_seen, wall_time_text(), entry.nbytes
+        mapped, decided_at, happened_at = entry.nbytes, self._now(), wall()
+        self._reaped_lately.add(entry, reason, decided_at)
         self._publish(
             InstanceReaped(
-                entry.instance_id, entry.model, reason, verdict.evidence, silent_seconds, mapped
+                entry.instance_id,
+                entry.model,
+                reason,
+                verdict.evidence,
+                now - entry.last_seen,
+                mapped,
             )
         )
 
         def journal(release_seconds: float | None) -> None:
+            released = release_seconds is not None
+            since = decided_at if verdict.since is None else verdict.since
             self._journal.append(
-                Reap(
-                    instance_id=entry.instance_id,
-                    model=entry.model,
+                JournalEntry(
+                    kind="reaped",
+                    subject=Subject.of(entry),
                     reason=reason,
                     evidence=verdict.evidence,
-                    silent_seconds=silent_seconds,
-                    detected_at=detected_at,
+                    silent_seconds=now - entry.last_seen,
+                    happened_at=happened_at,
                     release_seconds=release_seconds,
-                    released_bytes=mapped if release_seconds is not None else 0,
+                    released_bytes=mapped if released else 0,
+                    latency_seconds=max(0.0, self._now() - since) if released else None,
+                    trigger=verdict.trigger,
                 )
             )
 
@@ -292,6 +307,17 @@ def _note_would_reap(entry: ReapableEntry, verdict: Verdict, now: float, survey:
     survey.facts.append(
         InstanceWouldBeReaped(
             entry.instance_id, entry.model, reason, verdict.evidence, silent_seconds
+        )
+    )
+    survey.journalled.append(
+        JournalEntry(
+            kind="would_reap",
+            subject=Subject.of(entry),
+            reason=reason,
+            evidence=verdict.evidence,
+            silent_seconds=silent_seconds,
+            happened_at=wall(),
+            trigger=verdict.trigger,
         )
     )
 

@@ -65,6 +65,7 @@ class Releaser:
         drop_instance_state: Callable[[InstanceId], None],
         deadline_seconds: float,
         wake: Callable[[], None],
+        on_stuck: Callable[[ReapableEntry, float], object] = lambda _entry, _seconds: None,
     ) -> None:
         self._spawn = spawn
         self._publish = publish
@@ -72,6 +73,7 @@ class Releaser:
         self._drop_instance_state = drop_instance_state
         self._deadline_seconds = deadline_seconds
         self._wake = wake  # lets the thread that calls `report_overdue` look at the new deadlines
+        self._on_stuck = on_stuck
         self._lock = Lock()  # guards: _releases and the fields of each
         self._releases: list[Release] = []
 
@@ -152,12 +154,17 @@ class Releaser:
             waited, entry = now - release.started_at, release.entry
             self._publish(ReleaseStuck(entry.instance_id, waited, entry.transfers_in_flight))
             on_end(None)
+            self._on_stuck(entry, waited)
         return min(upcoming, default=None)
 
     def in_progress(self) -> Sequence[Release]:
         """Return the releases in progress, oldest first."""
         with self._lock:
             return tuple(self._releases)
+
+    def stuck(self) -> Sequence[Release]:
+        """Return the releases that have passed their deadline, oldest first."""
+        return [release for release in self.in_progress() if self.is_stuck(release)]
 
     def is_stuck(self, release: Release) -> bool:
         """Tell whether a release has passed its deadline."""

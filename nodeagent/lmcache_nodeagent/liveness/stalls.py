@@ -37,6 +37,13 @@ class Stalls:
             intervals = tuple(self._intervals)
         return sum(end - max(begin, start) for begin, end in intervals if end > start)
 
+    def delay_between(self, start: float, end: float) -> float:
+        """Seconds of the time between two moments in which nothing ran."""
+        with self._lock:
+            intervals = tuple(self._intervals)
+        overlaps = (min(until, end) - max(begin, start) for begin, until in intervals)
+        return sum(overlap for overlap in overlaps if overlap > 0)
+
     def any_since(self, start: float) -> bool:
         """Tell whether a stall ended after `start`."""
         with self._lock:

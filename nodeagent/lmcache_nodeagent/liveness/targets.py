@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from lmcache_nodeagent.liveness.entry import LivenessEntry, Speaker
+from lmcache_nodeagent.liveness.testimony import NOTHING_CANCELLED, Cancelled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,15 +21,15 @@ Decide = Callable[[LivenessEntry], bool]
 
 @dataclass(frozen=True, slots=True)
 class Touched:
-    """What became of a sign of life: who spoke, and which shortened window it cancelled.
+    """What became of a sign of life: who spoke, and what it cancelled.
 
     `entry` is the instance's entry at that moment; a transfer is meant for no other.
     """
 
     speaker: Speaker
-    cancelled_window: str = ""
+    cancelled: Cancelled = NOTHING_CANCELLED
     bound_peer: str = ""
-    entry: LivenessEntry | None = None
+    entry: ReapableEntry | None = None
 
 
 UNTOUCHED = Touched(Speaker.UNKNOWN_INSTANCE)
@@ -102,6 +103,11 @@ class InstanceLivenessTarget(Protocol):
     def visit_entries(self, visit: Callable[[ReapableEntry], None]) -> None:
         """Show every entry to `visit` under the lock."""
         del visit
+
+    def visit_entry(self, instance_id: InstanceId, visit: Callable[[ReapableEntry], None]) -> bool:
+        """Show one entry to `visit` under the lock; False if it is not here."""
+        del instance_id, visit
+        return False
 
     def tracked_instance_count(self) -> int:
         """Count the instances that have state here."""

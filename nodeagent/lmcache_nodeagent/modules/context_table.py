@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ from lmcache_nodeagent.liveness.entry import Speaker
 from lmcache_nodeagent.liveness.targets import UNTOUCHED, Touched
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from lmcache_nodeagent.ids import InstanceId
     from lmcache_nodeagent.liveness.evidence import Connection
@@ -41,7 +41,9 @@ class ContextTable:
     refused to newcomers for that long.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: Iterator[int]) -> None:
+        """Make an empty table; `numbers` count the registrations of all tables of an agent."""
+        self._numbers = numbers
         self._lock = Lock()  # guards: _entries, _leaving and the fields of every entry
         self._entries: dict[InstanceId, ContextEntry] = {}
         self._leaving: list[ContextEntry] = []
@@ -57,13 +59,14 @@ class ContextTable:
         with self._lock:
             self._refuse_leaving_locked(entry)
             existing = self._entries.get(entry.instance_id)
+            if existing is not None:
+                self._require_speaker_locked(existing, connection)
+            entry.registered = replace(entry.registered, serial=next(self._numbers))
             if existing is None:
                 self._entries[entry.instance_id] = entry
                 return Installed(entry, fresh=True)
-            self._require_speaker_locked(existing, connection)
             if existing.registration == entry.registration and existing.handles == entry.handles:
-                existing.seen(connection, now)
-                existing.registrant = connection
+                existing.registered_again(connection, now, entry.registered)
                 return Installed(existing, fresh=False)
             entry.inherit(existing)
             earlier = [*existing.superseded, *existing.connections]
@@ -155,6 +158,14 @@ class ContextTable:
         with self._lock:
             for entry in self._entries.values():
                 visit(entry)
+
+    def visit_one(self, instance_id: InstanceId, visit: Callable[[ReapableEntry], None]) -> bool:
+        """Show one entry to `visit` under the lock; False if it is not here."""
+        with self._lock:
+            entry = self._entries.get(instance_id)
+            if entry is not None:
+                visit(entry)
+        return entry is not None
 
     def entries(self) -> Sequence[ContextEntry]:
         """Return the entries of one moment; their fields go on changing."""

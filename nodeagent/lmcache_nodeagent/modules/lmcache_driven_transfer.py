@@ -9,6 +9,7 @@ from lmcache_nodeagent.errors import NotRegistered
 from lmcache_nodeagent.events import ContextReplaced, InstanceRegistered, InstanceUnregistered
 from lmcache_nodeagent.ids import render_instance_id
 from lmcache_nodeagent.liveness.targets import InstanceLivenessTarget
+from lmcache_nodeagent.liveness.testimony import Registered
 from lmcache_nodeagent.modules.calls import Pending
 from lmcache_nodeagent.modules.context_entry import ContextEntry, Registration
 from lmcache_nodeagent.modules.context_table import ContextTable, Installed
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from lmcache_nodeagent.events import Publish
     from lmcache_nodeagent.ids import InstanceId
     from lmcache_nodeagent.liveness.evidence import Connection
+    from lmcache_nodeagent.liveness.reaped_lately import ReapedLately
     from lmcache_nodeagent.liveness.release import Releaser
     from lmcache_nodeagent.liveness.targets import Decide, ReapableEntry, Touched
     from lmcache_nodeagent.modules.absent_pings import AbsentPings
@@ -59,8 +61,11 @@ class LMCacheDrivenTransferModule(InstanceLivenessTarget):
         releaser: Releaser,
         absent_pings: AbsentPings,
         chunk_tokens: int,
+        reaped_lately: ReapedLately,
+        numbers: Iterator[int],
         publish: Publish,
         now: Now,
+        wall: Now,
     ) -> None:
         self._opener = opener
         self._copies = copies
@@ -69,8 +74,10 @@ class LMCacheDrivenTransferModule(InstanceLivenessTarget):
         self._absent_pings = absent_pings
         self._chunk_tokens = chunk_tokens
         self._publish = publish
+        self._reaped_lately = reaped_lately
         self._now = now
-        self._table = ContextTable()
+        self._wall = wall
+        self._table = ContextTable(numbers)
 
     def handlers(self) -> Mapping[str, Callable[..., object]]:
         """Return the handlers by operation name."""
@@ -137,6 +144,7 @@ class LMCacheDrivenTransferModule(InstanceLivenessTarget):
             instance_id=registration.instance_id,
             engine_type=registration.engine_type,
             registered_at=now,
+            registered=Registered(at=self._wall()),
             last_seen=now,
             last_ping_at=self._absent_pings.last_ping_at(registration.instance_id),
             registrant=connection,
@@ -151,6 +159,7 @@ class LMCacheDrivenTransferModule(InstanceLivenessTarget):
             self._let_go(entry)
             context.close()
             raise
+        self._reaped_lately.registered(entry.instance_id)
         if installed.fresh:
             return installed
         self._let_go(entry)
@@ -259,6 +268,10 @@ class LMCacheDrivenTransferModule(InstanceLivenessTarget):
     def visit_entries(self, visit: Callable[[ReapableEntry], None]) -> None:
         """Show every entry to `visit` under the lock."""
         self._table.visit(visit)
+
+    def visit_entry(self, instance_id: InstanceId, visit: Callable[[ReapableEntry], None]) -> bool:
+        """Show one entry to `visit` under the lock."""
+        return self._table.visit_one(instance_id, visit)
 
     def tracked_instance_count(self) -> int:
         """Count the registered instances."""

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from lmcache_nodeagent.events import HintCancelled, UnknownInstanceTold
+from lmcache_nodeagent.clock import wall
+from lmcache_nodeagent.events import FalseReap, HintCancelled, UnknownInstanceTold
 from lmcache_nodeagent.liveness.entry import Speaker
+from lmcache_nodeagent.liveness.journal import JournalEntry, Subject
 from lmcache_nodeagent.liveness.targets import UNTOUCHED, Touched
 
 if TYPE_CHECKING:
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from lmcache_nodeagent.events import Publish
     from lmcache_nodeagent.ids import InstanceId
     from lmcache_nodeagent.liveness.evidence import Connection
+    from lmcache_nodeagent.liveness.journal import Journal
+    from lmcache_nodeagent.liveness.reaped_lately import ReapedLately
     from lmcache_nodeagent.liveness.reaper import Reaper
     from lmcache_nodeagent.liveness.targets import InstanceLivenessTarget
     from lmcache_nodeagent.modules.absent_pings import AbsentPings
@@ -46,6 +50,8 @@ class ManagementModule:
         reaper: Reaper,
         store: L1Store,
         absent_pings: AbsentPings,
+        reaped_lately: ReapedLately,
+        journal: Journal,
         chunk_tokens: int,
         publish: Publish,
         now: Now,
@@ -54,6 +60,8 @@ class ManagementModule:
         self.reaper = reaper
         self._store = store
         self._absent_pings = absent_pings
+        self._reaped_lately = reaped_lately
+        self._journal = journal
         self._chunk_tokens = chunk_tokens
         self._publish = publish
         self._now = now
@@ -81,10 +89,29 @@ class ManagementModule:
             touched = target.touch_instance(instance_id, connection, ping=ping)
             if touched.speaker is Speaker.UNKNOWN_INSTANCE:
                 continue
-            if touched.cancelled_window:
-                self._publish(HintCancelled(instance_id, touched.cancelled_window))
+            if touched.cancelled.window:
+                self._note_cancelled(instance_id, touched)
             return touched
         return UNTOUCHED
+
+    def _note_cancelled(self, instance_id: InstanceId, touched: Touched) -> None:
+        """Report it; what the operator had said also to the operator, by the journal."""
+        cancelled = touched.cancelled
+        trigger = cancelled.hints[-1].trigger if cancelled.hints else ""
+        self._publish(HintCancelled(instance_id, cancelled.window, trigger))
+        if not cancelled.hints or touched.entry is None:
+            return
+        self._journal.append(
+            JournalEntry(
+                kind="cancelled",
+                subject=Subject.of(touched.entry),
+                reason=cancelled.window,
+                evidence=tuple(f"{hint.trigger}, then heard" for hint in cancelled.hints),
+                silent_seconds=cancelled.silent_seconds,
+                happened_at=wall(),
+                trigger=trigger,
+            )
+        )
 
     def ping(self, call: Call, instance_id: InstanceId | None) -> bool:
         """Answer a heartbeat.
@@ -99,8 +126,31 @@ class ManagementModule:
             return True
         if not self._absent_pings.pinged(instance_id, self._now()):
             return True
+        self._note_false_reap(call, instance_id)
         self._publish(UnknownInstanceTold(instance_id, call.connection.peer.text))
         return False
+
+    def _note_false_reap(self, call: Call, instance_id: InstanceId) -> None:
+        """Report a reaped instance that pings: it was alive all the time, or has thawed."""
+        now, connection = self._now(), call.connection
+        reaped = self._reaped_lately.heard(instance_id, connection, now)
+        if reaped is None:
+            return
+        seconds = now - reaped.reaped_at
+        self._publish(FalseReap(instance_id, reaped.reason, seconds, connection.peer.text))
+        self._journal.append(
+            JournalEntry(
+                kind="false_reap",
+                subject=reaped.subject,
+                reason=reaped.reason,
+                evidence=(
+                    f"reaped {seconds:.1f} s ago: {reaped.reason}",
+                    f"pinged from {connection.peer.text}",
+                ),
+                silent_seconds=now - reaped.last_seen,
+                happened_at=wall(),
+            )
+        )
 
     @staticmethod
     def noop(call: Call) -> str:

@@ -40,6 +40,10 @@ _LEVELS: dict[type[Event], int] = {
     events.ReleaseFailed: logging.ERROR,
     events.SilenceBrakeApplied: logging.WARNING,
     events.HeartbeatMismatch: logging.WARNING,
+    events.FalseReap: logging.WARNING,
+    events.ReapingSettingsRefused: logging.ERROR,
+    events.OperatorLinkDown: logging.WARNING,
+    events.OperatorLinkFailed: logging.DEBUG,
     events.StrangerRefused: logging.WARNING,
     events.RequestRefused: logging.WARNING,
     events.RequestFailed: logging.ERROR,
@@ -49,7 +53,7 @@ _LEVELS: dict[type[Event], int] = {
     events.Retrieved: logging.DEBUG,
     events.LookedUp: logging.DEBUG,
 }
-"""State changes are info, unless they stand here; requests are debug."""
+"""State changes are info, unless they stand here; requests and repeats are debug."""
 
 
 def configure_logging(
@@ -150,13 +154,17 @@ def _fields(event: Event) -> dict[str, object]:
     return values
 
 
-def _fault(event: Event) -> Hashable | None:
+def _fault(event: Event) -> Hashable | None:  # one for each kind
     """Return what makes two events the same fault, for those that a peer can repeat at will."""
     match event:
         case events.MalformedMessage() | events.RequestRefused() | events.ReplyDropped():
             return type(event), _address(event.peer), event.reason
         case events.StrangerRefused():
             return type(event), _address(event.peer)
+        case events.OperatorLinkLost():
+            return type(event), event.reason
+        case events.EvidenceTaken():
+            return type(event), event.instance_id, event.trigger, event.outcome
         case events.RequestFailed():
             return type(event), _address(event.peer), event.operation, event.error
         case _:

@@ -102,6 +102,46 @@ COUNTED: tuple[Counted, ...] = (
         labels=("window",),
     ),
     Counted(
+        "false_reaps_total",
+        "Reaped workers that were heard again, by the reason they were reaped for.",
+        events.FalseReap,
+        labels=("reason",),
+    ),
+    Counted(
+        "operator_evidence_total",
+        "What the operator said about workers. outcome: applied, contradicted (a hint then), or "
+        "why it has no effect.",
+        events.EvidenceTaken,
+        labels=("trigger", "kind", "outcome"),
+    ),
+    Counted(
+        "operator_link_connects_total",
+        "Streams to the operator that were opened.",
+        events.OperatorLinkConnected,
+    ),
+    Counted(
+        "operator_link_lost_total",
+        "Open streams to the operator that ended.",
+        events.OperatorLinkLost,
+        labels=("reason",),
+    ),
+    Counted(
+        "operator_link_failures_total",
+        "Attempts to reach the operator that failed.",
+        events.OperatorLinkFailed,
+        labels=("reason",),
+    ),
+    Counted(
+        "reaping_settings_changes_total",
+        "Times that other reaping settings were put into force.",
+        events.ReapingSettingsChanged,
+    ),
+    Counted(
+        "reaping_settings_refusals_total",
+        "Files of reaping settings that could not be used.",
+        events.ReapingSettingsRefused,
+    ),
+    Counted(
         "silence_brakes_total",
         "Times that reaping waited because most peers fell silent together.",
         events.SilenceBrakeApplied,
@@ -198,6 +238,22 @@ HEARTBEAT_MISMATCHED_INSTANCES = Sampled(
     "heartbeat_mismatched_instances",
     "Workers that ping more slowly than the reap timeout allows for; their window is wider.",
 )
+REAPING_SETTINGS_REFUSED = Sampled(
+    "reaping_settings_refused",
+    "1 if the newest file of reaping settings is not in force because it cannot be used.",
+)
+OPERATOR_LINK_CONNECTED = Sampled(
+    "operator_link_connected", "1 if a stream to the operator is open."
+)
+JOURNAL_UNACKNOWLEDGED_ENTRIES = Sampled(
+    "journal_unacknowledged_entries",
+    "Reaps and the like that no operator has acknowledged; without an operator, all of them.",
+)
+JOURNAL_MISSED_ENTRIES_TOTAL = Sampled(
+    "journal_missed_entries_total",
+    "Such entries that gave way to newer ones before they were acknowledged.",
+    kind="counter",
+)
 CONNECTIONS = Sampled("connections", "Open connections on the message port.")
 QUEUED_REQUESTS = Sampled("queued_requests", "Requests that wait for a thread.", label="pool")
 OLDEST_TRANSFER_SECONDS = Sampled(
@@ -226,6 +282,10 @@ SAMPLED: tuple[Sampled, ...] = (
     HEARTBEAT_MISMATCHED_INSTANCES,
     RELEASES_IN_PROGRESS,
     RELEASES_STUCK,
+    REAPING_SETTINGS_REFUSED,
+    OPERATOR_LINK_CONNECTED,
+    JOURNAL_UNACKNOWLEDGED_ENTRIES,
+    JOURNAL_MISSED_ENTRIES_TOTAL,
     CONNECTIONS,
     QUEUED_REQUESTS,
     OLDEST_TRANSFER_SECONDS,

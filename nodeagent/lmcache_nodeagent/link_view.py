@@ -1,0 +1,177 @@
+"""What the operator sees of a running agent, and what becomes of what it says.
+
+Translates between the agent's own records and the messages of the link. Thread: operator-link.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import TYPE_CHECKING, assert_never
+
+from lmcache_nodeagent.config import LIVE_OPTIONS
+from lmcache_nodeagent.liveness.evidence import all_closed
+from lmcache_nodeagent.liveness.testimony import OperatorEvidence
+from lmcache_nodeagent.liveness.testimony import PodRun as KnownPodRun
+from lmcache_nodeagent.operator_link.conversation import Snapshot
+from lmcache_nodeagent.operator_link.messages import (
+    Ack,
+    AgentState,
+    Evidence,
+    Hello,
+    InstanceReport,
+    JournalEntry,
+    LinkError,
+    Mapping,
+    PodRun,
+    ReapingSettings,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lmcache_nodeagent.liveness.journal import Journal, Numbered
+    from lmcache_nodeagent.liveness.live_settings import LiveSettings
+    from lmcache_nodeagent.liveness.operator_word import OperatorWord
+    from lmcache_nodeagent.liveness.policy import Verdict
+    from lmcache_nodeagent.liveness.reaper import Reaper
+    from lmcache_nodeagent.liveness.release import Releaser
+    from lmcache_nodeagent.liveness.targets import ReapableEntry
+    from lmcache_nodeagent.operator_link.messages import FromOperator
+
+_IP_IDENTITY = "ip:"
+
+
+class LinkView:
+    """Implements `operator_link.conversation.AgentSide`."""
+
+    def __init__(
+        self,
+        boot_id: str,
+        settings: LiveSettings,
+        reaper: Reaper,
+        releaser: Releaser,
+        journal: Journal,
+        word: OperatorWord,
+    ) -> None:
+        self._boot_id = boot_id
+        self._settings = settings
+        self._reaper = reaper
+        self._releaser = releaser
+        self._journal = journal
+        self._word = word
+
+    def hello(self) -> Hello:
+        """Who this is."""
+        return Hello(boot_id=self._boot_id, release=importlib.metadata.version("lmcache-kube"))
+
+    def snapshot(self) -> Snapshot:
+        """The registered instances and the agent as a whole.
+
+        One that is being released is not registered any more.
+        """
+        verdicts = self._reaper.verdicts(describe=False)
+        reports = (_report(entry, verdict) for entry, verdict, _ in verdicts)
+        config = self._settings.config
+        values = {option.field_name: getattr(config, option.field_name) for option in LIVE_OPTIONS}
+        return Snapshot(
+            instances={(report.instance_id, report.registration): report for report in reports},
+            state=AgentState(
+                settings=ReapingSettings(**values),
+                settings_problem=self._settings.problem,
+                releases_stuck=len(self._releaser.stuck()),
+                mismatched_heartbeats=sum(entry.mismatch_reported for entry, _, _ in verdicts),
+            ),
+        )
+
+    def journal(self, after: int) -> Sequence[JournalEntry]:
+        """The entries beyond a number that the operator has not acknowledged."""
+        return [_journal_entry(numbered) for numbered in self._journal.unacknowledged(after)]
+
+    def hear(self, message: FromOperator) -> None:
+        """Take what the operator says.
+
+        Raises:
+            LinkError: it acknowledges what was never said.
+        """
+        match message:
+            case Evidence():
+                self._word.take_evidence(_evidence(message))
+            case Mapping():
+                known = None if message.pod is None else _known_pod(message.pod)
+                self._word.take_mapping(message.instance_id, message.registration, known)
+            case Ack():
+                ours = message.boot_id == self._boot_id
+                if ours and not self._journal.acknowledge(message.seq):
+                    raise LinkError(f"it acknowledges entry {message.seq}, which there is not")
+            case _:
+                assert_never(message)
+
+
+def _report(entry: ReapableEntry, verdict: Verdict) -> InstanceReport:
+    registered = entry.registered
+    return InstanceReport(
+        instance_id=int(entry.instance_id),
+        registration=registered.serial,
+        registered_at=registered.at,
+        model=entry.model,
+        peer=_address(entry.registrant.peer.identity),
+        connected=not all_closed(entry.connections),
+        state=verdict.state.value,
+        bytes=entry.nbytes,
+        mapping=None if registered.pod is None else _pod(registered.pod),
+    )
+
+
+def _address(identity: str) -> str:
+    """Take the IP address out of a peer's identity; nothing over a Unix socket."""
+    return identity.removeprefix(_IP_IDENTITY) if identity.startswith(_IP_IDENTITY) else ""
+
+
+def _journal_entry(numbered: Numbered) -> JournalEntry:
+    entry = numbered.entry
+    registered = entry.subject.registered
+    return JournalEntry(
+        seq=numbered.seq,
+        kind=entry.kind,
+        instance_id=int(entry.subject.instance_id),
+        registration=registered.serial,
+        model=entry.subject.model,
+        reason=entry.reason,
+        evidence=entry.evidence,
+        silent_seconds=entry.silent_seconds,
+        happened_at=entry.happened_at,
+        released_bytes=entry.released_bytes,
+        release_seconds=entry.release_seconds,
+        latency_seconds=entry.latency_seconds,
+        trigger=entry.trigger,
+        mapping=None if registered.pod is None else _pod(registered.pod),
+        missed=numbered.missed,
+    )
+
+
+def _evidence(said: Evidence) -> OperatorEvidence:
+    return OperatorEvidence(
+        id=said.id,
+        boot_id=said.boot_id,
+        instance_id=said.instance_id,
+        registration=said.registration,
+        pod_uid=said.pod_uid,
+        container=said.container,
+        trigger=said.trigger,
+        proof=said.proof,
+        finished_at=said.finished_at,
+    )
+
+
+def _known_pod(pod: PodRun) -> KnownPodRun:
+    return KnownPodRun(pod.namespace, pod.name, pod.uid, pod.container, pod.run)
+
+
+def _pod(pod: KnownPodRun) -> PodRun:
+    return PodRun(
+        namespace=pod.namespace,
+        name=pod.name,
+        uid=pod.uid,
+        container=pod.container,
+        run=pod.run,
+    )
