@@ -244,7 +244,8 @@ def ready(seen: Seen, availability: Verdict, reaper: Verdict, hints: Verdict) ->
         return reaper
     if hints.answer != "True" and hints.reason != "HintsDisabled":
         return hints
-    return Verdict("True", "Ready", f"{availability.message} {reaper.message} {hints.message}")
+    parts = (availability.message, reaper.message, hints.message)
+    return Verdict("True", "Ready", " ".join(part[:1].upper() + part[1:] for part in parts))
 
 
 def _nodes_with(

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-import msgspec
-
 from lmcache_operator import names
 from lmcache_operator.agents.registry import AgentRegistry, ServerRef
 from lmcache_operator.api.crd import GROUP, KIND, VERSION
@@ -26,7 +24,7 @@ from lmcache_operator.errors import ApiError, NameTaken, SpecError
 from lmcache_operator.resources.config_maps import worker_namespaces
 from lmcache_operator.resources.desired import Surroundings, desired_objects
 from lmcache_operator.spec import read_spec
-from lmcache_operator.status import build_status, is_urgent, read_status, trouble_of
+from lmcache_operator.status import build_status, is_urgent, read_status, trouble_of, write_status
 from lmcache_operator.trouble_events import TroubleEvents
 from lmcache_operator.troubles import Trouble, creation_trouble, pod_trouble
 
@@ -304,7 +302,7 @@ class ServerPass:
                     "name": seen.name,
                     "uid": seen.uid,  # not the status of one that was made anew meanwhile
                 },
-                "status": msgspec.to_builtins(status),
+                "status": write_status(status),
             }
         )
         memory.written_at = self._now()

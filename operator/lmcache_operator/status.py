@@ -77,6 +77,13 @@ def build_status(seen: Seen, earlier: Status, moment: str) -> Status:
     )
 
 
+def write_status(status: Status) -> dict[str, Any]:
+    """Write a status as it is stored: figures of `kubectl get` also when they are 0."""
+    written: dict[str, Any] = msgspec.to_builtins(status)
+    written["reaping"] = {"total": 0, "suspects": 0, **written.get("reaping", {})}
+    return written
+
+
 def is_urgent(status: Status, earlier: Status) -> bool:
     """Tell whether two differ in more than words, which may wait."""
     return _without_words(status) != _without_words(earlier)
@@ -102,7 +109,7 @@ def _condition(
         type=kind,
         status=verdict.answer,
         reason=verdict.reason,
-        message=verdict.message,
+        message=verdict.message[:1].upper() + verdict.message[1:],
         last_transition_time=before.last_transition_time if before and same else moment,
         observed_generation=generation,
     )
