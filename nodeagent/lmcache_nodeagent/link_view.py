@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, assert_never
 from lmcache_nodeagent.config import LIVE_OPTIONS
 from lmcache_nodeagent.liveness.evidence import all_closed
 from lmcache_nodeagent.liveness.testimony import OperatorEvidence
+from lmcache_nodeagent.liveness.testimony import PodOwner as KnownPodOwner
 from lmcache_nodeagent.liveness.testimony import PodRun as KnownPodRun
 from lmcache_nodeagent.operator_link.conversation import Snapshot
 from lmcache_nodeagent.operator_link.messages import (
@@ -22,6 +23,7 @@ from lmcache_nodeagent.operator_link.messages import (
     JournalEntry,
     LinkError,
     Mapping,
+    PodOwner,
     PodRun,
     ReapingSettings,
 )
@@ -164,14 +166,22 @@ def _evidence(said: Evidence) -> OperatorEvidence:
 
 
 def _known_pod(pod: PodRun) -> KnownPodRun:
-    return KnownPodRun(pod.namespace, pod.name, pod.uid, pod.container, pod.run)
+    owner = pod.owner
+    known = None
+    if owner is not None:
+        known = KnownPodOwner(owner.api_version, owner.kind, owner.name, owner.uid)
+    return KnownPodRun(pod.namespace, pod.name, pod.uid, pod.container, pod.run, known)
 
 
-def _pod(pod: KnownPodRun) -> PodRun:
+def _pod(known: KnownPodRun) -> PodRun:
+    owner = None
+    if (its := known.owner) is not None:
+        owner = PodOwner(api_version=its.api_version, kind=its.kind, name=its.name, uid=its.uid)
     return PodRun(
-        namespace=pod.namespace,
-        name=pod.name,
-        uid=pod.uid,
-        container=pod.container,
-        run=pod.run,
+        namespace=known.namespace,
+        name=known.name,
+        uid=known.uid,
+        container=known.container,
+        run=known.run,
+        owner=owner,
     )

@@ -6,6 +6,16 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class PodOwner:
+    """The object that controls a pod. Only kept and repeated: the operator forgets it otherwise."""
+
+    api_version: str
+    kind: str
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True, slots=True)
 class PodRun:
     """Where an instance runs. `container` and `run` (the runtime's id) are empty if not known."""
 
@@ -14,6 +24,7 @@ class PodRun:
     uid: str
     container: str = ""
     run: str = ""
+    owner: PodOwner | None = None
 
     @property
     def words(self) -> str:

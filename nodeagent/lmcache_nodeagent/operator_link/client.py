@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 LOOK_SECONDS = 1.0
 """What no event announces (a worker that falls silent) is said within this time."""
 
+_SHORTEST_LOOK_SECONDS = 0.1
+"""A look goes through all instances: a burst of changes costs ten of them a second."""
+
 FOLDER_LOOK_SECONDS = 2.0
 
 _RECEIVE_SECONDS = 0.1
@@ -185,14 +188,16 @@ class OperatorLink:
         conversation = Conversation(self._agent)
         for frame in conversation.greeting():
             stream.send(frame)
-        next_look = self._now() + LOOK_SECONDS
-        next_folder_look = self._now() + FOLDER_LOOK_SECONDS
+        looked_at = self._now()
+        next_folder_look = looked_at + FOLDER_LOOK_SECONDS
         while not self._stopping.is_set():
-            _hear_one(stream, conversation)
+            if _hears_one(stream, conversation):
+                self._changed.set()  # a mapping is repeated to the operator
             now = self._now()
-            if self._changed.is_set() or now >= next_look:
+            wait = _SHORTEST_LOOK_SECONDS if self._changed.is_set() else LOOK_SECONDS
+            if now >= looked_at + wait:
                 self._changed.clear()
-                next_look = now + LOOK_SECONDS
+                looked_at = now
                 for frame in conversation.news():
                     stream.send(frame)
             if now >= next_folder_look:
@@ -230,13 +235,19 @@ class OperatorLink:
         return stream
 
 
-def _hear_one(stream: ClientConnection, conversation: Conversation) -> None:
-    """Take a frame, if one comes in a moment."""
+def _hears_one(stream: ClientConnection, conversation: Conversation) -> bool:
+    """Take a frame, if one comes in a moment.
+
+    Raises:
+        LinkError: it makes no sense.
+        ConnectionClosed: the stream is gone.
+    """
     try:
         frame = stream.recv(timeout=_RECEIVE_SECONDS)
     except TimeoutError:
-        return
+        return False
     conversation.hear(frame)
+    return True
 
 
 def _connect(target: Target, token: str) -> ClientConnection:
