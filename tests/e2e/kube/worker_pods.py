@@ -1,0 +1,289 @@
+"""Worker pods on the real node, and what is seen of them: by the kubelet, the agent, people."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lmcache_operator.names import INSTANCE_IDS_ANNOTATION, WORKER_LABEL, connection_config_map
+from tests.e2e.kube.image import PRODUCT_IMAGE
+from tests.e2e.kube.real_cluster import OPERATOR_NAMESPACE, RealCluster
+from tests.polling import poll_until
+
+SERVER = "kv"
+ENGINE = "engine"
+START_SECONDS = 60.0
+SEEN_SECONDS = 60.0
+"""How long a test waits for what should take a second or some; a busy machine needs it."""
+
+_ENGINE_FILE = Path(__file__).with_name("engine.py")
+_USER = 65532  # the agent's, which opens what workers share
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the engine's container."""
+
+    container_id: str
+    process_id: int
+    instance_id: str
+    registered_at: float
+
+
+class WorkerPod:
+    """One worker pod, by its name."""
+
+    def __init__(self, cluster: RealCluster, namespace: str, name: str) -> None:
+        self.name = name
+        self._cluster = cluster
+        self._namespace = namespace
+
+    def get(self) -> dict[str, Any] | None:
+        """Return the object, None if it is gone."""
+        path = f"/api/v1/namespaces/{self._namespace}/pods/{self.name}"
+        answer = self._cluster.plane.api.request("GET", path)
+        return answer.body if answer.ok else None
+
+    def started(self, after: str = "") -> Run:
+        """Wait for a run, with `after` for a later one than that container's, to register."""
+
+        def registered() -> Run | None:
+            container_id = self._running_container()
+            if not container_id or container_id == after:
+                return None
+            said = [line for line in self.said() if line["event"] == "registered"]
+            if not said:
+                return None
+            pid = self._cluster.node.process_id(container_id)
+            return Run(container_id, pid, said[-1]["instance_id"], said[-1]["at"])
+
+        return poll_until(registered, START_SECONDS, f"{self.name} registers")
+
+    def said(self) -> list[dict[str, Any]]:
+        """Return what the engine of the present run has printed."""
+        done = self._cluster.plane.kubectl("logs", self.name, "-n", self._namespace, "-c", ENGINE)
+        return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+    def registrations(self) -> int:
+        """Count how often the engine of the present run has registered."""
+        return sum(line["event"] == "registered" for line in self.said())
+
+    def annotation(self) -> str:
+        """Return the ids that the operator wrote on the pod."""
+        annotations = ((self.get() or {}).get("metadata") or {}).get("annotations") or {}
+        return str(annotations.get(INSTANCE_IDS_ANNOTATION, ""))
+
+    def annotated(self, ids: str) -> float:
+        """Wait until the annotation is `ids`; return the moment at which it was seen."""
+        poll_until(lambda: self.annotation() == ids, SEEN_SECONDS, f"{self.name} bears {ids!r}")
+        return time.time()
+
+    def delete(self, *options: str) -> None:
+        """Have kubectl delete it, without waiting."""
+        wait = "--wait=false"
+        self._cluster.kubectl("delete", "pod", self.name, "-n", self._namespace, wait, *options)
+
+    def describe(self) -> str:
+        """Return what people see."""
+        return self._cluster.kubectl("describe", "pod", self.name, "-n", self._namespace)
+
+    def last_end(self) -> dict[str, Any]:
+        """Return how the run before the present one ended, empty if there was none."""
+        (status,) = ((self.get() or {}).get("status") or {}).get("containerStatuses") or [{}]
+        ended: dict[str, Any] = (status.get("lastState") or {}).get("terminated") or {}
+        return ended
+
+    def _running_container(self) -> str:
+        statuses = ((self.get() or {}).get("status") or {}).get("containerStatuses") or []
+        running = [s for s in statuses if "running" in s["state"]]
+        return str(running[0]["containerID"]) if running else ""
+
+
+class ServedNamespace:
+    """A namespace with a server and its workers."""
+
+    def __init__(self, cluster: RealCluster, namespace: str) -> None:
+        self.cluster = cluster
+        self.name = namespace
+
+    def create_engine(self) -> None:
+        """Put the engine's program where worker pods find it."""
+        made = {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {"name": ENGINE},
+            "data": {"engine.py": _ENGINE_FILE.read_text()},
+        }
+        self.cluster.kubectl("apply", "-n", self.name, "-f", "-", given=json.dumps(made))
+
+    @contextmanager
+    def worker(
+        self, name: str, *, on_term: str = "ignore", grace_seconds: int = 5
+    ) -> Generator[WorkerPod]:
+        """Run a worker pod for the block; afterwards nothing of it is left."""
+        made = json.dumps(_pod(name, on_term, grace_seconds))
+        self.cluster.kubectl("apply", "-n", self.name, "-f", "-", given=made)
+        pod = WorkerPod(self.cluster, self.name, name)
+        try:
+            yield pod
+        finally:
+            options = ("--ignore-not-found", "--grace-period=1")
+            self.cluster.kubectl("delete", "pod", name, "-n", self.name, *options)
+
+    def agent_pod(self) -> dict[str, Any]:
+        """Return the pod of the node's agent."""
+        selector = f"app.kubernetes.io/instance={SERVER},app.kubernetes.io/name=lmcache-nodeagent"
+        (pod,) = self.cluster.objects("pods", "-n", self.name, f"--selector={selector}")
+        return pod
+
+    def agent_process_id(self) -> int:
+        """Return the agent's process, as the node sees it."""
+        (status,) = self.agent_pod()["status"]["containerStatuses"]
+        return self.cluster.node.process_id(status["containerID"])
+
+    def events(self, reason: str, about: str = "") -> list[dict[str, Any]]:
+        """Return the Events of a reason, with `about` those on objects of that name."""
+        found = self.cluster.objects("events", "-n", self.name, f"--field-selector=reason={reason}")
+        return [e for e in found if not about or e["involvedObject"]["name"] == about]
+
+    def told(self, instance_id: str) -> list[dict[str, Any]]:
+        """Return the Events about pods that tell of an instance's reap."""
+        found = (e for e in self.events("WorkerReaped") if e["involvedObject"]["kind"] == "Pod")
+        return [event for event in found if instance_id in event["message"]]
+
+    def operator_replicas(self, count: int) -> None:
+        """Have that many operators, and wait until it is so."""
+        deployment = "deployment/lmcache-operator"
+        where = f"--namespace={OPERATOR_NAMESPACE}"
+        self.cluster.kubectl("scale", deployment, where, f"--replicas={count}")
+        self.cluster.roll_out(deployment, OPERATOR_NAMESPACE)
+        poll_until(lambda: len(self._operator_pods()) == count, SEEN_SECONDS, "operators")
+
+    def operator_process_id(self) -> int:
+        """Wait for a running operator; return its process, as the node sees it."""
+
+        def running() -> int | None:
+            (pod,) = self._operator_pods()
+            (status,) = pod["status"]["containerStatuses"]
+            if "running" not in status["state"]:
+                return None
+            return self.cluster.node.process_id(status["containerID"])
+
+        return poll_until(running, SEEN_SECONDS, "an operator runs")
+
+    def _operator_pods(self) -> list[dict[str, Any]]:
+        return self.cluster.objects("pods", f"--namespace={OPERATOR_NAMESPACE}")
+
+    @contextmanager
+    def agent(self) -> Generator[AgentView]:
+        """Look into the agent for the block, as people do: by port-forward."""
+        pod = self.agent_pod()["metadata"]["name"]
+        command = [str(self.cluster.plane.programs / "kubectl")]
+        command += [f"--kubeconfig={self.cluster.plane.kubeconfig}", "port-forward"]
+        command += [f"--namespace={self.name}", f"pod/{pod}", ":8080"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None, "it is piped"
+                found = re.search(r"127\.0\.0\.1:(\d+)", process.stdout.readline())
+                assert found, "kubectl forwards no port"
+                yield AgentView(int(found[1]))
+            finally:
+                process.terminate()
+
+
+class AgentView:
+    """What one agent says of itself."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    def instances(self) -> dict[str, dict[str, Any]]:
+        """Return the registered instances by id."""
+        body = self._get("/v1/instances")
+        found: list[dict[str, Any]] = body["instances"] if isinstance(body, dict) else body
+        return {instance["instance_id"]: instance for instance in found}
+
+    def reaps(self, instance_id: str = "") -> list[dict[str, Any]]:
+        """Return the journal, with an id that instance's part of it."""
+        entries: list[dict[str, Any]] = self._get("/v1/reaps")["entries"]
+        return [e for e in entries if not instance_id or e["instance_id"] == instance_id]
+
+    def released(self, instance_id: str) -> dict[str, Any]:
+        """Wait until an instance was reaped; return the journal's entry."""
+
+        def reaped() -> dict[str, Any] | None:
+            return next((e for e in self.reaps(instance_id) if e["kind"] == "reaped"), None)
+
+        return poll_until(reaped, SEEN_SECONDS, f"instance {instance_id} is reaped")
+
+    def _get(self, path: str) -> Any:  # noqa: ANN401  # JSON
+        url = f"http://127.0.0.1:{self._port}{path}"
+        with urllib.request.urlopen(url, timeout=10) as response:
+            return json.loads(response.read())
+
+
+def kill(process_id: int) -> float:
+    """SIGKILL a container's first process from outside, as a crash; return the moment."""
+    killed_at = time.time()
+    os.kill(process_id, signal.SIGKILL)
+    return killed_at
+
+
+def is_alive(process_id: int) -> bool:
+    """Tell whether a process of the node is still there."""
+    return Path(f"/proc/{process_id}").exists()
+
+
+def mapped_segments(process_id: int) -> list[str]:
+    """Return the workers' memory that a process maps."""
+    lines = Path(f"/proc/{process_id}/maps").read_text().splitlines()
+    return sorted({line.split()[5] for line in lines if "/dev/shm/lmcache_kv_" in line})
+
+
+def seconds_until(moment: float, happened: Callable[[], object], what: str) -> float:
+    """Wait for something; return how long after `moment` it was so."""
+    poll_until(happened, SEEN_SECONDS, what)
+    return time.time() - moment
+
+
+def _pod(name: str, on_term: str, grace_seconds: int) -> dict[str, Any]:
+    url = {"configMapKeyRef": {"name": connection_config_map(SERVER), "key": "url"}}
+    container = {
+        "name": ENGINE,
+        "image": PRODUCT_IMAGE,
+        "command": ["python3", "/engine/engine.py"],
+        "env": [
+            {"name": "URL", "valueFrom": url},
+            {"name": "PING_SECONDS", "value": "1"},
+            {"name": "ON_TERM", "value": on_term},
+        ],
+        "resources": {"limits": {"memory": "256Mi"}},
+        "volumeMounts": [
+            {"name": "engine", "mountPath": "/engine"},
+            {"name": "shm", "mountPath": "/dev/shm"},
+        ],
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "labels": {WORKER_LABEL: SERVER}},
+        "spec": {
+            "containers": [container],
+            "terminationGracePeriodSeconds": grace_seconds,
+            "securityContext": {"runAsUser": _USER, "runAsGroup": _USER, "runAsNonRoot": True},
+            "volumes": [
+                {"name": "engine", "configMap": {"name": ENGINE}},
+                {"name": "shm", "hostPath": {"path": "/dev/shm", "type": "Directory"}},
+            ],
+        },
+    }
