@@ -6,6 +6,7 @@ import json
 import re
 import uuid
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from lmcache_operator.api.crd import GROUP, PLURAL, VERSION, definition
 from tests.cluster.api import Api
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.programs import ProgramsMissing, find
+from tests.cluster.story import Story
 from tests.polling import poll_until
 
 _CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
@@ -69,3 +71,13 @@ def namespace(api: Api, request: pytest.FixtureRequest) -> Generator[str]:
 def servers(kind: str, namespace: str) -> str:
     """The path of this test's LMCacheServers."""
     return f"{kind}/namespaces/{namespace}/{PLURAL}"
+
+
+@pytest.fixture
+def story(
+    control_plane: ControlPlane, kind: str, namespace: str, tmp_path: Path
+) -> Generator[Story]:
+    """The whole chain; a test begins it."""
+    assert kind
+    with Story(control_plane, namespace, tmp_path) as story:
+        yield story

@@ -79,9 +79,7 @@ class Story:
         """
         self.api: Api = control_plane.api
         self.namespace = namespace
-        self.operator = OperatorProcess(
-            kubeconfig or control_plane.kubeconfig, namespace, "--log-level=debug"
-        )
+        self.operator = OperatorProcess(kubeconfig or control_plane.kubeconfig, namespace)
         self.nodes: list[StoryNode] = []
         self.workers: dict[int, LivingWorker] = {}
         self._folder = folder
@@ -95,10 +93,14 @@ class Story:
 
     def apply(self, **spec: object) -> dict[str, Any]:
         """Apply the server; returns what is stored."""
+        return self.apply_named(SERVER, **spec)
+
+    def apply_named(self, name: str, **spec: object) -> dict[str, Any]:
+        """Apply a server of another name."""
         body = {
             "apiVersion": f"{GROUP}/{VERSION}",
             "kind": "LMCacheServer",
-            "metadata": {"name": SERVER},
+            "metadata": {"name": name},
             "spec": {
                 "cache": {"size": "64Mi"},
                 "nodeSelector": self._node_labels,
@@ -165,9 +167,14 @@ class Story:
         def linked() -> bool:
             for node in self.nodes:
                 node.mount()
-            return self.operator.metric("agents_connected") >= len(self.nodes)
+            effective = self.status().get("reaping", {}).get("effective", {})
+            return bool(effective.get("nodes", 0) == len(self.nodes))
 
-        poll_until(linked, SOON_SECONDS, f"agents linked: {self.operator.log_text()[-3000:]}")
+        try:
+            poll_until(linked, SOON_SECONDS)
+        except AssertionError:
+            log = self.operator.log_text()[-5000:]
+            raise AssertionError(f"agents are not linked: {self.status()}: {log}") from None
 
     # Worker pods
 
@@ -195,6 +202,25 @@ class Story:
         if running:
             pod.run()
         return pod
+
+    def add_owner(self, name: str) -> dict[str, Any]:
+        """Make a StatefulSet, whose controller does not run here; return a reference to it."""
+        labels = {"story": name}
+        template = {
+            "metadata": {"labels": labels},
+            "spec": {"containers": [{"name": ENGINE, "image": "none"}]},
+        }
+        spec = {"serviceName": name, "selector": {"matchLabels": labels}, "template": template}
+        path = f"/apis/apps/v1/namespaces/{self.namespace}/statefulsets"
+        answer = self.api.request("POST", path, {"metadata": {"name": name}, "spec": spec})
+        assert answer.ok, answer.message
+        return {
+            "apiVersion": "apps/v1",
+            "kind": "StatefulSet",
+            "name": name,
+            "uid": answer.body["metadata"]["uid"],
+            "controller": True,
+        }
 
     def worker(
         self,
@@ -286,6 +312,11 @@ class Story:
             return found if len(found) >= count else None
 
         return poll_until(enough, seconds, f"{count} Events {reason}: {self.events(reason)}")
+
+    def condition(self, kind: str) -> dict[str, Any]:
+        """Return one condition of the server, empty if it is not there."""
+        conditions: list[dict[str, Any]] = self.status().get("conditions", [])
+        return next((each for each in conditions if each["type"] == kind), {})
 
     def wait_status(
         self, is_so: Callable[[dict[str, Any]], bool], what: str, seconds: float = SOON_SECONDS

@@ -64,7 +64,7 @@ class ApiProxy:
         self._served = threading.Event()
         self._stop = asyncio.Event()
         self._open = asyncio.Event()
-        self._refuses = False
+        self._refused: set[bool] = set()  # of requests, by whether they are watches
         self._expires: dict[str, Manner] = {}
         self._handling: set[asyncio.Task[Any]] = set()
         self._calls: list[Call] = []
@@ -80,7 +80,11 @@ class ApiProxy:
 
     def refuse(self) -> None:
         """End every connection, and every new one at once, until `serve`."""
-        self._do(self._refuse)
+        self._do(lambda: self._refuse({True, False}))
+
+    def refuse_watches(self) -> None:
+        """End every connection, and new watches at once, until `serve`; the rest is served."""
+        self._do(lambda: self._refuse({True}))
 
     def hold(self) -> None:
         """Pass nothing on, either way, without a word to either side, until `serve`."""
@@ -117,12 +121,12 @@ class ApiProxy:
         for task in self._handling:
             task.cancel()
 
-    def _refuse(self) -> None:
-        self._refuses = True
+    def _refuse(self, kinds: set[bool]) -> None:
+        self._refused = kinds
         self._cut()
 
     def _serve_again(self) -> None:
-        self._refuses = False
+        self._refused = set()
         self._open.set()
 
     def _run(self) -> None:
@@ -160,7 +164,7 @@ class ApiProxy:
         self._handling.add(task)
         try:
             await self._open.wait()
-            if self._refuses:
+            if is_watch in self._refused:
                 raise asyncio.CancelledError  # noqa: TRY301  # as a cut does
             manner = self._expiry(request) if is_watch else None
             return await (self._forward(request) if manner is None else _gone(request, manner))

@@ -90,6 +90,13 @@ class StoryNode:
         """The agent's pod as it was when it was bound."""
         return self._pod
 
+    def read_agent_pod(self) -> Json:
+        """Return the agent's pod as it is, empty if it is gone."""
+        metadata = self._pod["metadata"]
+        path = f"/api/v1/namespaces/{self._namespace}/pods/{metadata['name']}"
+        answer = self._api.request("GET", path)
+        return answer.body if answer.ok else {}
+
     def kill_agent(self) -> None:
         """SIGKILL, and wait; the pod stays, as when a container restarts."""
         self.agent.kill()

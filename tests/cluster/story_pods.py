@@ -107,15 +107,15 @@ class StoryPod:
         self._end(name, reason, code)
         return self.write()
 
-    def restart_container(self, name: str = ENGINE) -> float:
+    def restart_container(self, name: str = ENGINE, *, at: float | None = None) -> float:
         """Report in one write that a run has ended and the next one runs, as after a quick crash.
 
-        Watchers are not promised every state in between.
+        Watchers are not promised every state in between. `at` is when that was, if not just now.
         """
         if "running" in self._states[name]:
-            self._end(name, "Error", SIGKILLED)
+            self._end(name, "Error", SIGKILLED, at)
         self._last[name] = self._states[name]
-        self._start(name)
+        self._start(name, at)
         return self.write()
 
     def end(self, *, phase: str = "Failed", reason: str = "Error", code: int = SIGKILLED) -> float:
@@ -174,16 +174,16 @@ class StoryPod:
         text: str = annotations.get(INSTANCE_IDS_ANNOTATION, "")
         return [int(part) for part in text.split(",") if part]
 
-    def _start(self, name: str) -> None:
-        run = _Run(f"containerd://{uuid.uuid4().hex}{uuid.uuid4().hex}", time.time())
+    def _start(self, name: str, at: float | None = None) -> None:
+        run = _Run(f"containerd://{uuid.uuid4().hex}{uuid.uuid4().hex}", at or time.time())
         self._runs[name] = run
         self._states[name] = running(run.began)
         self._last.setdefault(name, None)
 
-    def _end(self, name: str, reason: str, code: int) -> None:
+    def _end(self, name: str, reason: str, code: int, at: float | None = None) -> None:
         run = self._runs[name]
         self._states[name] = terminated(
-            run.began, time.time(), run=run.id, reason=reason, code=code
+            run.began, at or time.time(), run=run.id, reason=reason, code=code
         )
 
     def _patch_status(self, status: Json) -> float:
