@@ -10,7 +10,7 @@ from lmcache_operator.metrics import CountSource, GaugeSource
 from lmcache_operator.worker_flow import WorkerFlow
 
 _ABOUT_FLOW = {
-    "told": "Messages to agents about workers, and registrations without a pod, by what they are.",
+    "told": "Messages to agents about workers, by what they are.",
     "pods": "Lists, watches and checks of worker pods, by what happened.",
     "annotations": "Writes of the annotation with instance ids, by outcome.",
     "events": "Journal entries of agents that were posted as Events, by outcome.",
@@ -49,7 +49,14 @@ def link_counts(link: AgentServer, trust: LinkTrust) -> list[CountSource]:
 
 def flow_counts(flow: WorkerFlow) -> list[CountSource]:
     """Return what is counted of workers."""
-    return [_flow_count(flow, subject) for subject in _ABOUT_FLOW]
+    unmapped = CountSource(
+        "instances_unmapped",
+        "Registered workers whose pod is not known, by reason: agents judge them alone.",
+        "reason",
+        flow.unmapped,
+        is_now=True,
+    )
+    return [*(_flow_count(flow, subject) for subject in _ABOUT_FLOW), unmapped]
 
 
 def flow_gauges(flow: WorkerFlow, agents: AgentRegistry, trust: LinkTrust) -> list[GaugeSource]:

@@ -33,12 +33,14 @@ class CountSource:
         about: in words.
         label: what the keys of the mapping are.
         read: the counts since the start.
+        is_now: they are of this moment instead.
     """
 
     name: str
     about: str
     label: str
     read: Callable[[], Mapping[str, int]]
+    is_now: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +99,8 @@ class _Sources(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for counted in self.counts:
-            name = f"{_PREFIX}_{counted.name}"
-            family = CounterMetricFamily(name, counted.about, labels=[counted.label])
+            kind = GaugeMetricFamily if counted.is_now else CounterMetricFamily
+            family = kind(f"{_PREFIX}_{counted.name}", counted.about, labels=[counted.label])
             for value, count in sorted(counted.read().items()):
                 family.add_metric([str(value)], count)
             yield family

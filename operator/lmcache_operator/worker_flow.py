@@ -31,6 +31,7 @@ from lmcache_operator.workers.pods import KubernetesPods, PodWatch
 from lmcache_operator.workers.selection import Selection
 from lmcache_operator.workers.selection_watch import PodSource
 from lmcache_operator.workers.server_workers import ServerWorkers, Terms
+from lmcache_operator.workers.worker_node import Tally
 
 SWEEP_SECONDS = 60.0
 """Everything is compared again this often: what was refused may be possible by now."""
@@ -271,6 +272,11 @@ class WorkerFlow:
             "annotations": self._annotator.counts,
             "events": self._journal.counts,
         }
+
+    def unmapped(self) -> Mapping[str, int]:
+        """Count the registrations whose pod is not known, by reason."""
+        tallies = (known.tally() for known in self._servers.values())
+        return sum(tallies, Tally()).unmapped
 
     def gauges(self) -> Mapping[str, int]:
         """Return what is so now."""
