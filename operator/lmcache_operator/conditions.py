@@ -62,7 +62,7 @@ class Seen:
         spec: None if it cannot be served.
         daemon_set: as the API server has it, None if there is none.
         refusal: why what is wanted is not there.
-        pods: why agents are not ready.
+        pods: why Agents are not ready.
         settled: agents have had time to connect to this operator.
     """
 
@@ -121,20 +121,20 @@ def all_connected(seen: Seen, nodes: Nodes) -> bool:
 def available(seen: Seen, nodes: Nodes) -> Verdict:
     """Judge whether every node has a ready agent."""
     if seen.daemon_set is None:
-        trouble = seen.refusal or Trouble("NoDaemonSet", "the DaemonSet does not exist yet.")
+        trouble = seen.refusal or Trouble("NoDaemonSet", "The DaemonSet does not exist yet.")
         return Verdict("False", trouble.reason, trouble.message)
     if not nodes.counted:
-        return Verdict("Unknown", "NotObserved", "the DaemonSet is not looked at yet.")
+        return Verdict("Unknown", "NotObserved", "The DaemonSet is not looked at yet.")
     if nodes.desired == 0:
         return Verdict(
             "False",
             "NoNodesMatch",
-            "no node gets an agent: none has the labels of spec.nodeSelector and spec.affinity, or "
+            "No node gets an agent: none has the labels of spec.nodeSelector and spec.affinity, or "
             "all that have them carry a taint that spec.tolerations does not name.",
         )
     if nodes.ready >= nodes.desired:
         return Verdict("True", "AgentsReady", f"{_count(nodes.desired)} ready.")
-    trouble = seen.pods or Trouble("AgentsNotReady", "agents are not ready.")
+    trouble = seen.pods or Trouble("AgentsNotReady", "Agents are not ready.")
     return Verdict(
         "False",
         trouble.reason,
@@ -145,10 +145,10 @@ def available(seen: Seen, nodes: Nodes) -> Verdict:
 def progressing(seen: Seen, nodes: Nodes) -> Verdict:
     """Judge whether pods of an earlier spec are left."""
     if seen.daemon_set is None or not nodes.counted:
-        return Verdict("Unknown", "NotObserved", "the DaemonSet is not looked at yet.")
+        return Verdict("Unknown", "NotObserved", "The DaemonSet is not looked at yet.")
     behind = nodes.desired - nodes.updated
     if behind <= 0:
-        return Verdict("False", "UpToDate", "every agent is of the current spec.")
+        return Verdict("False", "UpToDate", "Every agent is of the current spec.")
     if not nodes.on_delete:
         return Verdict("True", "RollingOut", f"{_count(behind)} being replaced.")
     return Verdict(
@@ -161,16 +161,16 @@ def progressing(seen: Seen, nodes: Nodes) -> Verdict:
 
 
 def reaper_healthy(seen: Seen) -> Verdict:
-    """Judge whether dead workers' memory is released, by what the connected agents say."""
+    """Judge whether Dead workers' memory is released, by what the connected agents say."""
     states = [(agent.node, agent.state) for agent in seen.agents if agent.state is not None]
     if not states:
-        return Verdict("Unknown", "NoAgentConnected", "no agent has reported.")
+        return Verdict("Unknown", "NoAgentConnected", "No agent has reported.")
     stuck = sum(state.releases_stuck for _, state in states)
     if stuck:
         return Verdict(
             "False",
             "ReleaseStuck",
-            f"the memory of {stuck} dead workers does not come back on "
+            f"The memory of {stuck} dead workers does not come back on "
             f"{_nodes_with(states, lambda state: state.releases_stuck > 0)}. Delete the agent's "
             "pod there, or have it restarted by spec.reaping.stuckRelease.action: RestartServer.",
         )
@@ -180,7 +180,7 @@ def reaper_healthy(seen: Seen) -> Verdict:
         return Verdict(
             "False",
             "SettingsRefused",
-            f"the agent on {node} keeps its earlier settings: {state.settings_problem}. Correct "
+            f"The agent on {node} keeps its earlier settings: {state.settings_problem}. Correct "
             "spec.reaping, or give the agents the operator's release.",
         )
     return _working_reaper(seen, states)
@@ -199,8 +199,8 @@ def _working_reaper(seen: Seen, states: Sequence[tuple[str, AgentState]]) -> Ver
     if seen.spec is not None and seen.spec.reaping.reap_timeout_seconds == 0:
         return Verdict("True", "ReapingOff", "reapTimeoutSeconds is 0: nobody is reaped.")
     if seen.spec is not None and seen.spec.reaping.mode == "Observe":
-        return Verdict("True", "ObserveOnly", "who would be reaped is only counted.")
-    return Verdict("True", "ReaperWorks", "dead workers' memory is released.")
+        return Verdict("True", "ObserveOnly", "Who would be reaped is only counted.")
+    return Verdict("True", "ReaperWorks", "Dead workers' memory is released.")
 
 
 def hints_flowing(seen: Seen, nodes: Nodes) -> Verdict:
@@ -209,7 +209,7 @@ def hints_flowing(seen: Seen, nodes: Nodes) -> Verdict:
         return Verdict("False", "HintsDisabled", "spec.reaping.hints.mode is Disabled.")
     connected = sum(agent.complete for agent in seen.agents)
     if connected == 0 and nodes.ready == 0:
-        return Verdict("Unknown", "NoAgents", "no agent is ready.")
+        return Verdict("Unknown", "NoAgents", "No agent is ready.")
     if connected < nodes.ready and not seen.settled:
         return Verdict(
             "Unknown",
@@ -228,10 +228,10 @@ def hints_flowing(seen: Seen, nodes: Nodes) -> Verdict:
         return Verdict(
             "False",
             "WorkerPodsUnknown",
-            "worker pods are not listed in all namespaces: the operator's log says why; it needs "
+            "Worker pods are not listed in all namespaces: the operator's log says why; it needs "
             "get, list and watch of pods there.",
         )
-    return Verdict("True", "AgentsConnected", "the operator tells agents what it sees of pods.")
+    return Verdict("True", "AgentsConnected", "The operator tells agents what it sees of pods.")
 
 
 def ready(seen: Seen, availability: Verdict, reaper: Verdict, hints: Verdict) -> Verdict:
@@ -245,7 +245,7 @@ def ready(seen: Seen, availability: Verdict, reaper: Verdict, hints: Verdict) ->
     if hints.answer != "True" and hints.reason != "HintsDisabled":
         return hints
     parts = (availability.message, reaper.message, hints.message)
-    return Verdict("True", "Ready", " ".join(part[:1].upper() + part[1:] for part in parts))
+    return Verdict("True", "Ready", " ".join(parts))
 
 
 def _nodes_with(

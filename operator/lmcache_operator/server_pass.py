@@ -29,7 +29,9 @@ from lmcache_operator.trouble_events import TroubleEvents
 from lmcache_operator.troubles import Trouble, creation_trouble, pod_trouble
 
 _UNWELL_SECONDS = 5.0  # looked at again: neither pods of agents nor their Events are watched
+_REFUSED_SECONDS = 15.0  # tried again: what is in the way need not be an object of ours
 _RESYNC_SECONDS = 60.0
+_SHORTEST_SECONDS = 1.0
 _WORDS_SECONDS = 30.0  # between two writes of a status that differ in words only
 _SETTLE_SECONDS = 30.0  # for agents to connect, after a start and after they became ready
 
@@ -134,13 +136,24 @@ class ServerPass:
         server = reference(obj)
         refusal, daemon_set = await self._make_so(server, obj, memory)
         seen = await self._look(server, obj, memory, refusal, daemon_set)
-        status = await self._report(obj, seen, memory)
+        status, written = await self._report(obj, seen, memory)
         trouble = trouble_of(status)
-        if trouble is None:
-            return _RESYNC_SECONDS
-        if trouble.reason not in _PASSING:
+        if trouble is not None and trouble.reason not in _PASSING:
             await self._events.post(server, seen.generation, trouble)
-        return _UNWELL_SECONDS
+        return self._next_seconds(seen, memory, trouble, written=written)
+
+    def _next_seconds(
+        self, seen: Seen, memory: Memory, trouble: Trouble | None, *, written: bool
+    ) -> float:
+        """Return when a server is looked at again if nothing happens."""
+        waits = [_RESYNC_SECONDS]
+        if trouble is not None:
+            waits.append(_UNWELL_SECONDS if seen.refusal is None else _REFUSED_SECONDS)
+        if not seen.settled and memory.short_since is not None:
+            waits.append(memory.short_since + _SETTLE_SECONDS - self._now())
+        if not written:
+            waits.append(memory.written_at + _WORDS_SECONDS - self._now())
+        return max(min(waits), _SHORTEST_SECONDS)
 
     async def _make_so(
         self, server: ServerRef, obj: KubeObject, memory: Memory
@@ -152,7 +165,9 @@ class ServerPass:
             spec, wanted = self._read(server, obj)
         except SpecError as error:
             memory.server, memory.spec = server, None
-            refusal = Trouble("InvalidSpec", f"{error}. Nothing of this spec is in force.")
+            refusal = Trouble(
+                "InvalidSpec", f"{error}. Until it is corrected, what was applied stays."
+            )
         else:
             memory.server, memory.spec = server, spec
             refusal, daemon_set = await self._apply(server, spec, wanted, memory)
@@ -185,7 +200,7 @@ class ServerPass:
         except NameTaken as error:
             return Trouble("NameTaken", f"{error}."), daemon_set
         except ApiError as error:
-            words = f"the API server refuses what is needed: {error}."
+            words = f"The API server refuses what is needed: {error}."
             return Trouble("ApplyRefused", words), daemon_set
         return None, daemon_set
 
@@ -286,13 +301,15 @@ class ServerPass:
                 return found
         return pod_trouble(pods)
 
-    async def _report(self, obj: KubeObject, seen: Seen, memory: Memory) -> Status:
-        """Write the status if it differs; return what it should be."""
+    async def _report(self, obj: KubeObject, seen: Seen, memory: Memory) -> tuple[Status, bool]:
+        """Write the status if it differs; return what it should be, and whether it is so now."""
         earlier = read_status(obj.get("status") or {})
         status = build_status(seen, earlier, kube_time(self._wall_now()))
+        if status == earlier:
+            return status, True
         recent = self._now() < memory.written_at + _WORDS_SECONDS
-        if status == earlier or (recent and not is_urgent(status, earlier)):
-            return status
+        if recent and not is_urgent(status, earlier):
+            return status, False
         stored = await self._cluster.apply_status(
             {
                 "apiVersion": f"{GROUP}/{VERSION}",
@@ -308,7 +325,7 @@ class ServerPass:
         memory.written_at = self._now()
         memory.versions.add(stored["metadata"]["resourceVersion"])
         self._written(KIND)
-        return status
+        return status, True
 
 
 def reference(obj: Mapping[str, Any]) -> ServerRef:

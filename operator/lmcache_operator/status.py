@@ -109,7 +109,7 @@ def _condition(
         type=kind,
         status=verdict.answer,
         reason=verdict.reason,
-        message=verdict.message[:1].upper() + verdict.message[1:],
+        message=verdict.message,
         last_transition_time=before.last_transition_time if before and same else moment,
         observed_generation=generation,
     )

@@ -78,7 +78,7 @@ def _refusal(message: str) -> Trouble:
     if "violates PodSecurity" in message:
         return Trouble(
             "PodSecurityRefused",
-            f"the namespace's Pod Security level forbids the agents' pods: {words}. Set "
+            f"The namespace's Pod Security level forbids the agents' pods: {words}. Set "
             "spec.transport.memorySharing to None and unixSocket to Disabled, which every level "
             "but restricted takes, or label the namespace "
             "pod-security.kubernetes.io/enforce=privileged.",
@@ -86,12 +86,12 @@ def _refusal(message: str) -> Trouble:
     if "exceeded quota" in message:
         return Trouble(
             "QuotaExceeded",
-            f"the namespace's quota leaves no room for the agents' pods: {words}. Raise the quota, "
+            f"The namespace's quota leaves no room for the agents' pods: {words}. Raise the quota, "
             "or lower spec.cache.size or spec.resources.",
         )
     return Trouble(
         "PodsRefused",
-        f"the agents' pods cannot be created: {words}. Change the spec by what this says: "
+        f"The agents' pods cannot be created: {words}. Change the spec by what this says: "
         "runtimeClassName, priorityClassName, volumes, or a webhook's demands.",
     )
 
