@@ -10,7 +10,6 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
-from contextlib import closing
 from http import HTTPStatus
 from typing import NoReturn, Protocol, TypeVar
 
@@ -119,12 +118,14 @@ class KubernetesPods:
         try:
             async with asyncio.timeout(REQUEST_SECONDS):
                 response = await self._send(_path(selection.namespace), query, limit)
-            with closing(response):
+            try:
                 if response.status >= HTTPStatus.BAD_REQUEST:
                     raise _refusal(response.status, await response.read())
                 yield PodEvent(version)
                 while line := await response.content.readline():
                     yield self._event(line)
+            finally:
+                _abandon(response)
         except _NO_ANSWER as error:
             words = str(error) or type(error).__name__
             raise Unreachable(f"watch of pods in {selection.namespace}: {words}") from None
@@ -270,6 +271,14 @@ class PodWatch:
                     if selection not in running:
                         running[selection] = (watch, group.create_task(watch.run()))
                 await self._changed.wait()
+
+
+def _abandon(response: aiohttp.ClientResponse) -> None:
+    """End a stream at once; an orderly end of TLS would wait for a server that may be frozen."""
+    connection = response.connection
+    if connection is not None and connection.transport is not None:
+        connection.transport.abort()
+    response.close()
 
 
 def _path(namespace: str, name: str = "") -> str:
