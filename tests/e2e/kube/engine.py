@@ -1,8 +1,8 @@
 """A stand-in for vLLM in a worker pod: put there by a ConfigMap, it needs only the product's image.
 
-It does what a stock worker does to its server (registers memory, pings, registers again when told
-that it is not known) and prints a JSON object for each thing that happens. Variables: `URL`,
-`PING_SECONDS`, `ON_TERM` (`unregister`, `ignore`). SIGUSR1 makes it take memory without end.
+It does what a stock worker does to its server (registers memory, pings, and registers again at the
+first good ping after a bad one) and prints a JSON object for each thing that happens. Variables:
+`URL`, `PING_SECONDS`, `ON_TERM` (`unregister`, `ignore`). SIGUSR1 makes it take memory without end.
 """
 
 from __future__ import annotations
@@ -43,47 +43,61 @@ def _eat() -> None:
         eaten.append(os.urandom(_STEP_BYTES))
 
 
-def _register(client: WorkerClient, instance_id: int, caches: list[SharedKvCache]) -> None:
-    while not _orders:
-        try:
-            client.register_kv_cache(instance_id, [cache.tensor for cache in caches], "tiny")
-        except (NoReply, RequestRefused) as error:
-            _say("refused", instance_id=str(instance_id), error=str(error))
-            time.sleep(1)
-        else:
-            _say("registered", instance_id=str(instance_id))
-            return
+class _Worker:
+    def __init__(self, client: WorkerClient, caches: list[SharedKvCache]) -> None:
+        self._client = client
+        self._caches = caches
+        self._id = int.from_bytes(os.urandom(6), "big")
+        self._healthy = False
 
-
-def _serve(client: WorkerClient, instance_id: int, caches: list[SharedKvCache]) -> None:
-    pause = float(os.environ["PING_SECONDS"])
-    while True:
-        if "SIGUSR1" in _orders:
-            _eat()
-        if "SIGTERM" in _orders:
-            _say("told_to_end")
-            if os.environ["ON_TERM"] == "unregister":
-                client.unregister(instance_id)
-                _say("unregistered", instance_id=str(instance_id))
+    def serve(self) -> None:
+        pause = float(os.environ["PING_SECONDS"])
+        while True:
+            if "SIGUSR1" in _orders:
+                _eat()
+            if "SIGTERM" in _orders and self._told_to_end():
                 return
-            _orders.clear()
+            self._ping()
+            time.sleep(pause)
+
+    def _ping(self) -> None:
         try:
-            if not client.ping(instance_id):
-                _register(client, instance_id, caches)
+            answer = self._client.ping(self._id)
         except NoReply:
-            _say("no_reply")
-        time.sleep(pause)
+            answer = False
+        if answer and not self._healthy:
+            self._register()
+        elif not answer:
+            self._healthy = False
+            _say("unhealthy")
+
+    def _register(self) -> None:
+        tensors = [cache.tensor for cache in self._caches]
+        try:
+            self._client.register_kv_cache(self._id, tensors, "tiny")
+        except (NoReply, RequestRefused) as error:
+            _say("refused", instance_id=str(self._id), error=str(error))
+        else:
+            self._healthy = True
+            _say("registered", instance_id=str(self._id))
+
+    def _told_to_end(self) -> bool:
+        _orders.clear()
+        _say("told_to_end")
+        if os.environ["ON_TERM"] != "unregister":
+            return False
+        self._client.unregister(self._id)
+        _say("unregistered", instance_id=str(self._id))
+        return True
 
 
 def main() -> None:
     """Be a worker until told to end."""
     _take_signals()
-    instance_id = int.from_bytes(os.urandom(6), "big")
     caches = [SharedKvCache.create(_SHAPE) for _ in range(_LAYERS)]
     try:
         with WorkerClient(os.environ["URL"], timeout_seconds=2.0) as client:
-            _register(client, instance_id, caches)
-            _serve(client, instance_id, caches)
+            _Worker(client, caches).serve()
     finally:
         for cache in caches:
             cache.close()

@@ -17,6 +17,8 @@ from tests.e2e.kube.worker_pods import (
 )
 from tests.polling import poll_until
 
+_EAT = ("sh", "-c", "kill -USR1 1")  # what makes the engine take memory without end
+
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -63,7 +65,7 @@ def test_an_engine_out_of_memory_is_reaped(served: ServedNamespace) -> None:
     with served.worker("hungry") as pod, served.agent() as agent:
         run = pod.started()
         pod.annotated(run.instance_id)
-        served.cluster.kubectl("exec", "-n", served.name, pod.name, "--", "kill", "-USR1", "1")
+        served.cluster.kubectl("exec", "-n", served.name, pod.name, "--", *_EAT)
         entry = agent.released(run.instance_id)
         second = pod.started(after=run.container_id)
         end = pod.last_end()
@@ -147,15 +149,14 @@ def test_the_operator_may_be_away(served: ServedNamespace) -> None:
         for each, its in ((pod, run), (other, spared)):
             each.annotated(its.instance_id)
         with served.agent() as agent:
-            served.operator_replicas(0)
-            killed_at = kill(run.process_id)
-            entry = agent.released(run.instance_id)
-            print(f"\nwithout an operator: {entry['reason']}, {time.time() - killed_at:.2f} s")
-            assert entry["reason"] == "connection_closed"
-            second = pod.started(after=run.container_id)
-            assert {second.instance_id, spared.instance_id} <= set(agent.instances())
-            began = time.time()
-            served.operator_replicas(1)
+            with served.without_operator():
+                killed_at = kill(run.process_id)
+                entry = agent.released(run.instance_id)
+                print(f"\nwithout an operator: {entry['reason']}, {time.time() - killed_at:.2f} s")
+                assert entry["reason"] == "connection_closed"
+                second = pod.started(after=run.container_id)
+                assert {second.instance_id, spared.instance_id} <= set(agent.instances())
+                began = time.time()
             poll_until(partial(served.told, run.instance_id), 60, "an Event")
             pod.annotated(second.instance_id)
             print(f"the operator is back, and all is told {time.time() - began:.2f} s later")

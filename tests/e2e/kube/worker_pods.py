@@ -161,8 +161,16 @@ class ServedNamespace:
         found = (e for e in self.events("WorkerReaped") if e["involvedObject"]["kind"] == "Pod")
         return [event for event in found if instance_id in event["message"]]
 
-    def operator_replicas(self, count: int) -> None:
-        """Have that many operators, and wait until it is so."""
+    @contextmanager
+    def without_operator(self) -> Generator[None]:
+        """Have none for the block."""
+        self._operator_replicas(0)
+        try:
+            yield
+        finally:
+            self._operator_replicas(1)
+
+    def _operator_replicas(self, count: int) -> None:
         deployment = "deployment/lmcache-operator"
         where = f"--namespace={OPERATOR_NAMESPACE}"
         self.cluster.kubectl("scale", deployment, where, f"--replicas={count}")
@@ -215,7 +223,7 @@ class AgentView:
 
     def reaps(self, instance_id: str = "") -> list[dict[str, Any]]:
         """Return the journal, with an id that instance's part of it."""
-        entries: list[dict[str, Any]] = self._get("/v1/reaps")["entries"]
+        entries: list[dict[str, Any]] = self._get("/v1/reaps")["reaps"]
         return [e for e in entries if not instance_id or e["instance_id"] == instance_id]
 
     def released(self, instance_id: str) -> dict[str, Any]:
