@@ -107,13 +107,17 @@ def _main() -> None:
     with Worker(url, int(instance_id)) as worker:
         _register(worker)
         print(os.getpid(), flush=True)  # noqa: T201
+        was_away = False  # a stock worker registers again when an agent answers that did not
         while True:
             time.sleep(float(ping_seconds))
             try:
-                if not worker.ping():
-                    _register(worker)
+                is_known = worker.ping()
             except NoReply:
-                continue  # the agent is away; the next ping finds out
+                was_away = True
+                continue
+            if was_away or not is_known:
+                _register(worker)
+                was_away = False
 
 
 def _register(worker: Worker) -> None:
