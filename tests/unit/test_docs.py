@@ -14,24 +14,27 @@ from lmcache_nodeagent.observability.metric_catalog import COUNTED, SAMPLED
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-OPERATIONS = (ROOT / "docs/operations.md").read_text()
+AGENT = (ROOT / "docs/agent.md").read_text()
 LIVENESS = (ROOT / "docs/liveness.md").read_text()
 
 METRICS = [*(metric.name for metric in SAMPLED), *(metric.name for metric in COUNTED)]
 
-_LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
+_LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
+_HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+_APPLIED = re.compile(r"kubectl apply [^|\n]*?(?:-f|-k) ([a-z][\w./-]*)")
+_MADE_THERE = {"server.yaml"}  # an example's own file
 
 
 @pytest.mark.parametrize("event", sorted(map(event_name, Event.__subclasses__())))
 def test_every_log_event_says_what_to_do(event: str) -> None:
-    """Each has a row in the table of the operations guide."""
-    assert f"`{event}`" in OPERATIONS
+    """Each has a row in the table of the agent's page."""
+    assert f"`{event}`" in AGENT
 
 
 @pytest.mark.parametrize("metric", METRICS)
 def test_every_metric_says_what_is_wrong(metric: str) -> None:
-    """Each is in the table of the operations guide."""
-    assert re.search(rf"[`/ ]{metric}[`{{]", OPERATIONS)
+    """Each is in the table of the agent's page."""
+    assert re.search(rf"[`/ ]{metric}[`{{]", AGENT)
 
 
 @pytest.mark.parametrize("name", [member.value for kind in (Reason, State) for member in kind])
@@ -48,11 +51,28 @@ def test_every_window_is_explained() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    """Every relative link names a file of the repository."""
-    dead = [link for link in _LINK.findall(page.read_text()) if not (page.parent / link).exists()]
+    """Every relative link names a file of the repository, and a heading of it if it names one."""
+    dead = []
+    for name, heading in _LINK.findall(page.read_text()):
+        target = page.parent / name if name else page
+        if not target.exists() or (heading and heading not in _anchors(target)):
+            dead.append(f"{name}#{heading}")
     assert dead == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_is_applied_is_there(page: Path) -> None:
+    """Every file or folder that a page has people apply."""
+    named = set(_APPLIED.findall(page.read_text())) - _MADE_THERE
+    assert {name for name in named if not (ROOT / name).exists()} == set()
 
 
 def test_the_readme_stays_short() -> None:
     """A page and a bit: what it is, a picture, a quick start, links."""
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def _anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    plain = (re.sub(r"[^\w\- ]", "", found.lower()) for found in _HEADING.findall(page.read_text()))
+    return {words.strip().replace(" ", "-") for words in plain}
