@@ -59,6 +59,6 @@ class ListPace:
         gap = _GAPS_SECONDS[min(lately, len(_GAPS_SECONDS) - 1)]
         return max(0.0, self._recent[-1] + gap - now)
 
-    def started(self, now: float) -> None:
-        """Tell that a list is asked for."""
-        self._recent.append(now)
+    def listed(self, began: float) -> None:
+        """Tell when a list began; only of those that were answered, since only they cost."""
+        self._recent.append(began)

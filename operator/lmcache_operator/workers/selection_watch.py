@@ -161,9 +161,14 @@ class SelectionWatch:
 
     async def _list(self) -> None:
         await self._sleep(self._pace.wait_seconds(self._now()))
-        self._pace.started(self._now())
+        began = self._now()
         self._counts["list"] += 1
-        listing = await self._source.list(self.selection)
+        try:
+            listing = await self._source.list(self.selection)
+        except ApiError:
+            self._pace.listed(began)
+            raise
+        self._pace.listed(began)
         self._version = listing.version
         self._list_due = self._now() + RESYNC_SECONDS * (1 - _RESYNC_SPREAD * self._spread())
         changed, missing = self.pods.replace(listing.pods)

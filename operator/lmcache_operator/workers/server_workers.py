@@ -62,6 +62,7 @@ class ServerWorkers:
             return
         self.terms = terms
         self.pods = PodView(self._watch, terms.selections, self.pods.absences)
+        self.was_settled = False
 
     def settled_changed(self) -> bool:
         """Tell whether all pods are known now and were not before, or the other way round."""
