@@ -33,11 +33,12 @@ from lmcache_operator.certs.trust import LinkTrust, link_hosts
 from lmcache_operator.cluster import Cluster
 from lmcache_operator.config import RELEASE, OperatorConfig, listen_host
 from lmcache_operator.errors import KindMissing, OperatorError, Unreachable
-from lmcache_operator.handlers import KIND_MISSING, ServerWatch
+from lmcache_operator.handlers import ServerWatch
 from lmcache_operator.http import HttpServer
 from lmcache_operator.lease import Lease
 from lmcache_operator.metric_sources import flow_counts, flow_gauges, lease_gauges, link_counts
 from lmcache_operator.metrics import Metrics
+from lmcache_operator.names import KIND_MISSING
 from lmcache_operator.reconcile import Reconciler
 from lmcache_operator.resources.desired import Surroundings
 from lmcache_operator.server_pass import ServerPass

@@ -17,6 +17,7 @@ from lmcache_operator.cluster import Cluster
 from lmcache_operator.config import OperatorConfig
 from lmcache_operator.errors import KindMissing
 from lmcache_operator.names import (
+    KIND_MISSING,
     MANAGED_BY,
     MANAGED_BY_LABEL,
     SERVER_NAME_LABEL,
@@ -26,11 +27,6 @@ from lmcache_operator.names import (
 Noticed = Callable[[str, str, str], None]
 """Told namespace and name of a server that may have changed, and the version of the object that
 did, empty if it may have changed unseen; must return at once."""
-
-KIND_MISSING = (
-    f"the API server does not know {PLURAL}.{GROUP} ({VERSION}) with its status: install the "
-    f"definition, kubectl apply --server-side -f crds/{PLURAL}.{GROUP}.yaml"
-)
 
 _OWNED = (
     ("apps", "v1", "daemonsets"),

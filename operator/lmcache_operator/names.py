@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from lmcache_operator.api.crd import GROUP
+from lmcache_operator.api.crd import GROUP, PLURAL, VERSION
+
+KIND_MISSING = (
+    f"the API server does not know {PLURAL}.{GROUP} ({VERSION}) with its status: install the "
+    f"definition, kubectl apply --server-side -f crds/{PLURAL}.{GROUP}.yaml"
+)
+"""What is wrong and what to do, where there is no definition of our kind."""
 
 FIELD_MANAGER = "lmcache-operator"
 """Of every server-side apply."""

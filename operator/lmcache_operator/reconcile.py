@@ -12,9 +12,17 @@ from lmcache_operator.agents.registry import ServerRef
 from lmcache_operator.api.crd import KIND
 from lmcache_operator.api.root import Spec
 from lmcache_operator.clock import Now, monotonic
-from lmcache_operator.cluster import Cluster
+from lmcache_operator.cluster import Cluster, KubeObject
 from lmcache_operator.config import OperatorConfig
-from lmcache_operator.errors import OperatorError, SpecError, Unreachable
+from lmcache_operator.errors import (
+    ApiError,
+    KindMissing,
+    NotFound,
+    OperatorError,
+    SpecError,
+    Unreachable,
+)
+from lmcache_operator.names import KIND_MISSING
 from lmcache_operator.server_pass import Memory, ServerPass, reference
 from lmcache_operator.spec import read_spec
 from lmcache_operator.work_queue import WorkQueue
@@ -28,6 +36,7 @@ ServersListener = Callable[[Mapping[ServerRef, Spec]], None]
 _AT_ONCE = 4  # passes; each waits for the API server most of its time
 _GATHER_SECONDS = 0.2  # several events of one change make one pass
 _BETWEEN_PASSES_SECONDS = 1.0
+_FIND_SECONDS = 60.0
 _FIRST_RETRY_SECONDS = 1.0
 _LONGEST_RETRY_SECONDS = 30.0
 
@@ -98,28 +107,59 @@ class Reconciler:
         """Read all servers, so that all are known before anything is said about one.
 
         Raises:
+            KindMissing: the API server does not know our kind.
             Unreachable: no answer.
             ApiError: we may not.
         """
-        for namespace in self._config.namespace or (None,):
-            for obj in await self._cluster.list(KIND, namespace):
-                server = reference(obj)
-                memory = Memory(server=server)
-                try:
-                    memory.spec = read_spec(obj["spec"])
-                except SpecError:
-                    memory.spec = None  # the pass will say so
-                key = (server.namespace, server.name)
-                self._memories[key] = memory
-                self.notice(*key)
+        for server, stored in await self._servers():
+            memory = Memory(server=server)
+            try:
+                memory.spec = read_spec(stored)
+            except SpecError:
+                memory.spec = None  # the pass will say so
+            self._memories[server.namespace, server.name] = memory
+            self.notice(server.namespace, server.name)
         self._tell()
 
     async def run(self) -> NoReturn:
-        """Make passes until cancelled."""
+        """Make passes until cancelled.
+
+        Raises:
+            KindMissing: the API server does not know our kind any more.
+        """
         async with asyncio.TaskGroup() as group:
             for number in range(_AT_ONCE):
                 group.create_task(self._work(), name=f"reconcile-{number}")
+            group.create_task(self._find_unnoticed(), name="reconcile-find")
         raise AssertionError("only cancelling ends it")
+
+    async def _find_unnoticed(self) -> NoReturn:
+        """Look for servers that no watch has told of: kopf never starts one that it cannot find."""
+        while True:
+            await asyncio.sleep(_FIND_SECONDS)
+            try:
+                for server, _ in await self._servers():
+                    if (server.namespace, server.name) not in self._memories:
+                        log.warning("server_found_unnoticed", name=server.name)
+                        self.notice(server.namespace, server.name)
+            except (Unreachable, ApiError) as error:
+                log.warning("servers_not_listed", error=str(error))
+
+    async def _servers(self) -> list[tuple[ServerRef, Mapping[str, object]]]:
+        """List all servers with their stored specs.
+
+        Raises:
+            KindMissing: the API server does not know our kind.
+            Unreachable: no answer.
+            ApiError: we may not.
+        """
+        found: list[KubeObject] = []
+        try:
+            for namespace in self._config.namespace or (None,):
+                found += await self._cluster.list(KIND, namespace)
+        except NotFound:
+            raise KindMissing(KIND_MISSING) from None
+        return [(reference(obj), obj["spec"]) for obj in found]
 
     async def _work(self) -> NoReturn:
         while True:

@@ -120,7 +120,10 @@ class OperatorProcess:
 
     def wait_ended(self, seconds: float = STOP_SECONDS) -> int:
         """Wait until it has ended by itself; return the exit status."""
-        return self.process.wait(seconds)
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it runs after {seconds} s: {self.log_text()}") from None
 
     def get(self, path: str) -> tuple[int, str]:
         """Return status and text of an answer over HTTP."""
