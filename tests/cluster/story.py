@@ -280,6 +280,17 @@ class Story:
         assert not any(left), left
         return reaps
 
+    def wait_rhythm(self, *instance_ids: int, node: StoryNode | None = None) -> None:
+        """Wait until the agent knows how often these ping: hints are confirmed by that as well."""
+        agent = (node or self.node).agent
+
+        def known() -> bool:
+            shown = agent.instances()
+            words = [" ".join(shown[each]["evidence"]) for each in instance_ids]
+            return all("pings every" in each for each in words)
+
+        poll_until(known, SOON_SECONDS, f"the rhythm of {instance_ids}")
+
     def assert_live(self, *instance_ids: int, node: StoryNode | None = None) -> None:
         """Check that these are registered and were never reaped."""
         agent = (node or self.node).agent

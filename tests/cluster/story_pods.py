@@ -94,10 +94,10 @@ class StoryPod:
         """The first address."""
         return self.addresses[0]
 
-    def run(self) -> float:
-        """Start all containers."""
+    def run(self, *, at: float | None = None) -> float:
+        """Start all containers; `at` is when that was, if not just now."""
         for name in self._names:
-            self._start(name)
+            self._start(name, at)
         return self.write()
 
     def end_container(
@@ -118,11 +118,18 @@ class StoryPod:
         self._start(name, at)
         return self.write()
 
-    def end(self, *, phase: str = "Failed", reason: str = "Error", code: int = SIGKILLED) -> float:
-        """Report that every container has ended, and so the pod."""
+    def end(
+        self,
+        *,
+        phase: str = "Failed",
+        reason: str = "Error",
+        code: int = SIGKILLED,
+        at: float | None = None,
+    ) -> float:
+        """Report that every container has ended, and so the pod; `at` is when, if not just now."""
         for name in self._names:
             if "running" in self._states[name]:
-                self._end(name, reason, code)
+                self._end(name, reason, code, at)
         return self.write(phase=phase)
 
     def write(self, *, phase: str = "Running", ready: bool = True, **changes: object) -> float:
