@@ -6,6 +6,8 @@ import hashlib
 import json
 from collections.abc import Callable
 
+import structlog
+
 from lmcache_operator.agents.registry import ServerRef
 from lmcache_operator.cluster import Cluster, KubeObject
 from lmcache_operator.errors import NameTaken
@@ -14,6 +16,8 @@ from lmcache_operator.names import (
     SERVER_NAME_LABEL,
     SERVER_NAMESPACE_LABEL,
 )
+
+log = structlog.get_logger(__name__)
 
 
 class Ensurer:
@@ -53,6 +57,7 @@ class Ensurer:
         self._applied[place] = (digest, _version(stored))
         if live is None or _version(live) != _version(stored):
             self._written(kind)
+            log.info("object_written", kind=kind, namespace=place[1], name=place[2])
         return stored
 
     def forget(self, namespace: str, name: str) -> None:

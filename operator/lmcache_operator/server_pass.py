@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import structlog
+
 from lmcache_operator import names
 from lmcache_operator.agents.registry import AgentRegistry, ServerRef
 from lmcache_operator.api.crd import GROUP, KIND, VERSION
@@ -24,7 +26,14 @@ from lmcache_operator.errors import ApiError, NameTaken, SpecError
 from lmcache_operator.resources.config_maps import worker_namespaces
 from lmcache_operator.resources.desired import Surroundings, desired_objects
 from lmcache_operator.spec import read_spec
-from lmcache_operator.status import build_status, is_urgent, read_status, trouble_of, write_status
+from lmcache_operator.status import (
+    build_status,
+    changed_conditions,
+    is_urgent,
+    read_status,
+    trouble_of,
+    write_status,
+)
 from lmcache_operator.trouble_events import TroubleEvents
 from lmcache_operator.troubles import Trouble, creation_trouble, pod_trouble
 
@@ -47,6 +56,9 @@ _PASSING = frozenset(
         "NotObserved",
     }
 )
+
+
+log = structlog.get_logger(__name__)
 
 
 class WorkerView(Protocol):
@@ -322,6 +334,16 @@ class ServerPass:
                 "status": write_status(status),
             }
         )
+        for found in changed_conditions(status, earlier):
+            log.info(
+                "condition_changed",
+                namespace=seen.namespace,
+                name=seen.name,
+                type=found.type,
+                status=found.status,
+                reason=found.reason,
+                message=found.message,
+            )
         memory.written_at = self._now()
         memory.versions.add(stored["metadata"]["resourceVersion"])
         self._written(KIND)

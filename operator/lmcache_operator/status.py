@@ -89,6 +89,12 @@ def is_urgent(status: Status, earlier: Status) -> bool:
     return _without_words(status) != _without_words(earlier)
 
 
+def changed_conditions(status: Status, earlier: Status) -> list[Condition]:
+    """Return the conditions whose status or reason has changed."""
+    before = {found.type: (found.status, found.reason) for found in earlier.conditions}
+    return [c for c in status.conditions if before.get(c.type) != (c.status, c.reason)]
+
+
 def trouble_of(status: Status) -> Trouble | None:
     """Return why a server is not ready, None if it is."""
     summary = next(found for found in status.conditions if found.type == "Ready")
