@@ -89,7 +89,12 @@ class WorkerFlow:
         self._watch = PodWatch(self._source, self, now=now)
         self._annotator = Annotator(cluster, now=now)
         self._journal = Journal(cluster, self, now=now)
-        self._totals = ReapTotals(cluster, lambda server: on_change(_reference(server)))
+        self._totals = ReapTotals(
+            cluster,
+            lambda server: on_change(_reference(server)),
+            self._journal.stored,
+            now=now,
+        )
         self._servers: dict[ServerRef, ServerWorkers] = {}
         self._marked: dict[tuple[ServerRef, str], None] = {}  # in the order of marking
         self._wake = asyncio.Event()
@@ -223,10 +228,9 @@ class WorkerFlow:
             return pod
         return Involved(owner.api_version, owner.kind, where.namespace, owner.name, owner.uid)
 
-    def posted(self, origin: Origin, entry: JournalEntry) -> None:
-        """Count a reap that was posted for the first time."""
-        if entry.kind == "reaped":
-            self._totals.count(origin.server, entry)
+    def posted(self, origin: Origin, entry: JournalEntry, *, is_new: bool) -> bool:
+        """Count a reap; it waits for its acknowledgement until it is in the status."""
+        return entry.kind == "reaped" and self._totals.count(origin, entry, is_new=is_new)
 
     def overflowed(self, origin: Origin) -> None:
         """Have an agent begin again, since it said more than could be kept."""

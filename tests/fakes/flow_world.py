@@ -21,6 +21,9 @@ SERVER = ServerRef("default", "kv", "uid-kv")
 BEGAN = 1_700_000_000.0
 """When the world begins, in seconds since 1970; its loop's clock is at 1,000 then."""
 
+STATUS_SECONDS = 0.3
+"""Between two writes of the server's status."""
+
 
 class FakeCluster:
     """The rest of the API server: Events, patches of pods, and servers."""
@@ -141,10 +144,24 @@ class FlowWorld:
             wall=self.wall,
         )
         self._flow.servers_changed(self._specs)
-        self._task = loop.create_task(self._flow.run())
+        self._task = loop.create_task(self._run(self._flow))
         for agent in self.agents.values():
             agent.connect(self._registry)
         await self.settle()
+
+    async def _run(self, flow: WorkerFlow) -> None:
+        """Be an operator: the flow, and who writes the status of the server."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(flow.run())
+            while True:
+                await asyncio.sleep(STATUS_SECONDS)
+                found = flow.summary(SERVER)
+                if self.cluster.reachable and found.reaps_total is not None:
+                    self.cluster.servers["default", "kv"]["status"]["reaping"] = {
+                        "total": found.reaps_total,
+                        "lastReapTime": found.last_reap_time,
+                        "lastReason": found.last_reason,
+                    }
 
     async def stop_operator(self) -> None:
         """Stop it, as a kill would; streams end."""

@@ -52,8 +52,12 @@ class JournalReader(Protocol):
             Unreachable: ask again.
         """
 
-    def posted(self, origin: Origin, entry: JournalEntry) -> None:
-        """Tell that an entry was posted for the first time, by this operator or any before it."""
+    def posted(self, origin: Origin, entry: JournalEntry, *, is_new: bool) -> bool:
+        """Tell that an entry is posted, now or (not `is_new`) by somebody before.
+
+        Returns:
+            Whether its acknowledgement is to wait for `Journal.stored`.
+        """
 
     def overflowed(self, origin: Origin) -> None:
         """Tell that entries had to be dropped; the agent must begin again to repeat them."""
@@ -65,7 +69,8 @@ class _Queue:
 
     Attributes:
         taken: the last entry that was queued.
-        done: the last entry that need not be said again.
+        done: the last entry that is posted.
+        held: entries that are posted and must not be acknowledged yet.
         acknowledge: says so to the agent; None while it is not connected.
         refuses: entries had to be dropped, so the ones after them cannot be taken either.
         scheduled: its first entry is being posted, or has its turn soon; one at a time, in order.
@@ -77,6 +82,7 @@ class _Queue:
     waiting: deque[tuple[JournalEntry, PodRun | None]] = field(default_factory=deque)
     taken: int = 0
     done: int = 0
+    held: deque[int] = field(default_factory=deque)
     refuses: bool = False
     scheduled: bool = False
     failing_since: float | None = None
@@ -143,6 +149,15 @@ class Journal:
                 queue.scheduled = True
                 self._ready.put_nowait(queue)
 
+    def stored(self, origin: Origin, seq: int) -> None:
+        """Acknowledge an entry, and those before it, that had to wait for this."""
+        queue = self._queues.get(origin)
+        if queue is None or not queue.held or queue.held[0] > seq:
+            return
+        while queue.held and queue.held[0] <= seq:
+            queue.held.popleft()
+        self._acknowledge(queue)
+
     async def run(self) -> NoReturn:
         """Post until cancelled."""
         async with asyncio.TaskGroup() as group:
@@ -182,13 +197,18 @@ class Journal:
         worker = await self._reader.find_worker(origin, where) if where is not None else None
         if worker is not None:
             await self._create(queue, entry, worker, "worker")
-        # Last, since this one is what counts: a crash in between must not count an entry twice.
-        if await self._create(queue, entry, origin.server, "server"):
-            self._reader.posted(origin, entry)
+        is_new = await self._create(queue, entry, origin.server, "server")
+        if is_new is not None and self._reader.posted(origin, entry, is_new=is_new):
+            queue.held.append(entry.seq)
 
     async def _create(
         self, queue: _Queue, entry: JournalEntry, involved: Involved, place: Place
-    ) -> bool:
+    ) -> bool | None:
+        """Store an Event; None if that can never be.
+
+        Raises:
+            Unreachable: not now.
+        """
         event = event_object(queue.origin, entry, involved, place)
         try:
             created = await self._store.create(event)
@@ -202,7 +222,7 @@ class Journal:
                 object=f"{involved.kind} {involved.namespace}/{involved.name}",
                 error=str(error),
             )
-            return False
+            return None
         self.counts["created" if created else "repeated"] += 1
         return created
 
@@ -223,8 +243,9 @@ class Journal:
         self._ready.put_nowait(queue)
 
     def _acknowledge(self, queue: _Queue) -> None:
-        if queue.acknowledge is not None:
-            queue.acknowledge(queue.done)
+        upto = queue.held[0] - 1 if queue.held else queue.done
+        if queue.acknowledge is not None and upto > 0:
+            queue.acknowledge(upto)
 
     def _forget_if_idle(self, queue: _Queue) -> None:
         if queue.acknowledge is None and not queue.waiting:
