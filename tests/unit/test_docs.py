@@ -67,6 +67,17 @@ def test_what_is_applied_is_there(page: Path) -> None:
     assert {name for name in named if not (ROOT / name).exists()} == set()
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_targets_of_make_exist(page: Path) -> None:
+    """Every `make` that a page has people type."""
+    targets = set(re.findall(r"^([a-z0-9-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    text = page.read_text()
+    typed = re.findall(r"`make ([a-z0-9-]+)", text) + re.findall(
+        r"^    make (\S+)", text, re.MULTILINE
+    )
+    assert set(typed) - targets == set()
+
+
 def test_the_readme_stays_short() -> None:
     """A page and a bit: what it is, a picture, a quick start, links."""
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
