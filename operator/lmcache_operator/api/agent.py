@@ -155,9 +155,9 @@ class Reaping(Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_
     """When a worker counts as dead and its memory is released.
 
     Proof of death (the process ended, the kubelet reports its container as terminated) acts at
-    once, whatever stands here. Without proof a worker counts as dead after silence, and hints
-    shorten how long. All durations are whole seconds. Running agents follow a change within 90
-    seconds, without a restart.
+    once, unless mode or reapTimeoutSeconds say that nobody is reaped. Without proof a worker counts
+    as dead after silence, and hints shorten how long. All durations are whole seconds. Running
+    agents follow a change within 90 seconds, without a restart.
     """
 
     reap_timeout_seconds: Annotated[
@@ -209,10 +209,10 @@ class Transport(Struct, frozen=True, kw_only=True, rename="camel", forbid_unknow
     memory_sharing: Annotated[
         Literal["None", "HostShm", "HostIPC"],
         Meta(
-            description="None: bytes are copied through messages. HostShm: both pods mount the "
-            "node's /dev/shm and share it. HostIPC: both pods use the node's IPC namespace, which "
-            "CUDA needs without isolated IPC. HostShm and HostIPC need a namespace whose Pod "
-            "Security level is privileged."
+            description="None: bytes are copied through messages, which is not built yet: workers "
+            "need HostShm. HostShm: both pods mount the node's /dev/shm and share it. HostIPC: "
+            "both pods use the node's IPC namespace, which CUDA needs without isolated IPC. "
+            "HostShm and HostIPC need a namespace whose Pod Security level is privileged."
         ),
     ] = "None"
     unix_socket: Annotated[
