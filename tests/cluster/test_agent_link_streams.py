@@ -7,6 +7,7 @@ import ssl
 import time
 from collections.abc import Generator
 from contextlib import suppress
+from http import HTTPStatus
 
 import pytest
 from structlog.testing import capture_logs
@@ -24,13 +25,16 @@ from lmcache_nodeagent.operator_link.messages import (
     decode_from_operator,
     encode,
 )
+from lmcache_operator.agents.authenticator import Overloaded
 from lmcache_operator.agents.registry import AgentSession, StreamEnd
 from lmcache_operator.agents.server import LinkSettings
 from tests.cluster.agent_tokens import AgentObjects, AgentPod
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.operator_link import (
+    SOON_SECONDS,
     Link,
     SilentAgent,
+    answer_to,
     greet,
     run_linked,
     running_link,
@@ -73,11 +77,11 @@ async def session_of(link: Link, pod: AgentPod) -> AgentSession:
 
 async def closed(stream: ClientConnection) -> tuple[int | None, str | None]:
     """Read until the stream is closed; return code and reason."""
-    try:
-        while True:
-            await stream.recv()
-    except ConnectionClosed:
-        return stream.close_code, stream.close_reason
+    with suppress(ConnectionClosed):
+        async with asyncio.timeout(SOON_SECONDS):
+            while True:
+                await stream.recv()
+    return stream.close_code, stream.close_reason
 
 
 async def is_served(link: Link, stream: ClientConnection, pod: AgentPod) -> bool:
@@ -337,3 +341,83 @@ def test_a_stop_says_goodbye(
         silent.close()
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "reason"),
+    [
+        (Overloaded("2000 agents wait"), HTTPStatus.SERVICE_UNAVAILABLE, "overloaded"),
+        (KeyError("uid"), HTTPStatus.INTERNAL_SERVER_ERROR, "failed"),
+    ],
+)
+def test_an_agent_that_cannot_be_judged(
+    control_plane: ControlPlane,
+    objects: AgentObjects,
+    pods: list[AgentPod],
+    monkeypatch: pytest.MonkeyPatch,
+    failure: Exception,
+    status: HTTPStatus,
+    reason: str,
+) -> None:
+    """It is to come again; a fault of ours is in the log, and later agents are judged."""
+
+    async def fails(_authorization: str) -> None:
+        raise failure
+
+    async def story(link: Link) -> None:
+        token = objects.agent_token(pods[0])
+        with monkeypatch.context() as patched, capture_logs() as logs:
+            patched.setattr(link.server._authenticator, "authenticate", fails)
+            assert await answer_to(link, token) == status
+        assert link.server.refusals.counts == {reason: 1}
+        assert ("agent_not_judged" in [each["event"] for each in logs]) == (reason == "failed")
+        assert await answer_to(link, token) == HTTPStatus.SWITCHING_PROTOCOLS
+
+    run_linked(control_plane, objects.namespace, story, settings())
+
+
+def test_an_agent_that_leaves_before_hello(
+    control_plane: ControlPlane, objects: AgentObjects, pods: list[AgentPod]
+) -> None:
+    """With a goodbye or without one: nobody is told of it."""
+
+    async def story(link: Link) -> None:
+        token = objects.agent_token(pods[0])
+        async with link.dial(token):
+            pass
+        (await SilentAgent.connect(link, token, hello=False)).close()
+        await until(lambda: link.server.ended == {StreamEnd.AGENT_LEFT: 2}, "both have left")
+        assert link.listener.told == []
+
+    run_linked(control_plane, objects.namespace, story, settings())
+
+
+def test_a_fault_of_the_operator_ends_one_stream(
+    control_plane: ControlPlane,
+    objects: AgentObjects,
+    pods: list[AgentPod],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether a listener fails on what was said or the server itself: it is logged, and retried."""
+
+    def fails(*_arguments: object) -> None:
+        raise KeyError("by order")
+
+    async def story(link: Link) -> None:
+        token = objects.agent_token(pods[0])
+        async with link.dial(objects.agent_token(pods[1])) as beside:
+            await greet(beside, "beside")
+            for place, name in ((link.listener, "instances_changed"), (link.registry, "receive")):
+                with monkeypatch.context() as patched, capture_logs() as logs:
+                    async with link.dial(token) as stream:
+                        await say(stream, Hello(boot_id="b1", release="test"))
+                        await session_of(link, pods[0])
+                        patched.setattr(place, name, fails)
+                        # Twice: for the first one the method is looked up already.
+                        await say(stream, *[Instances(complete=True)] * 2)
+                        assert (await closed(stream))[0] == CloseCode.INTERNAL_ERROR
+                assert [each for each in logs if each["log_level"] == "error"]
+                assert await is_served(link, beside, pods[1])
+        assert link.server.ended[StreamEnd.FAILED] == 2
+
+    run_linked(control_plane, objects.namespace, story, settings())

@@ -252,17 +252,24 @@ class AgentServer:
         tasks: list[asyncio.Task[None]] = []
         try:
             self._registry.add(session)
-            tasks.append(asyncio.create_task(self._read(connection, session)))
-            tasks.append(asyncio.create_task(self._write(connection, session)))
-            async with asyncio.timeout(self._stay_seconds(connection)):
-                await session.wait_ended()
-        except TimeoutError:
-            session.end(StreamEnd.TOKEN_EXPIRED, "connect again with a newer token")
+            parts = (self._read(connection, session), self._write(connection, session))
+            tasks = [asyncio.create_task(part) for part in (*parts, session.wait_ended())]
+            done, _ = await asyncio.wait(
+                tasks,
+                timeout=self._stay_seconds(connection),
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if not done:
+                session.end(StreamEnd.TOKEN_EXPIRED, "connect again with a newer token")
         finally:
+            session.end(StreamEnd.FAILED, "the operator failed")  # if nothing else has ended it
             self._registry.remove(session)
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
 
     def _stay_seconds(self, connection: _Stream) -> float:
         assert connection.identity is not None, "others are not let in"
