@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import datetime as dt
 import ssl
 from collections.abc import Callable
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPrivateKeyTypes
+from cryptography.x509.oid import NameOID
 from structlog.testing import capture_logs
 
-from lmcache_operator.certs.material import Lifetimes, Material, due_step, read, write
+from lmcache_operator.certs.material import KeyPair, Lifetimes, Material, due_step, read, write
 from lmcache_operator.certs.trust import SECRET, LinkTrust, link_hosts
 from lmcache_operator.errors import Conflict, Forbidden, Unreachable
 from tests.fakes.kube_objects import KubeObject, KubeObjects
@@ -383,3 +389,74 @@ def test_what_the_certificate_is_for() -> None:
     assert "lmcache-operator.ops.svc.cluster.local" in hosts
     within = link_hosts("wss://lmcache-operator.ops.svc:8443", "ops")
     assert len(within) == len(set(within)) == 4
+
+
+def bare(key: CertificateIssuerPrivateKeyTypes, signer: KeyPair | None = None) -> dict[str, str]:
+    """Make a certificate without any extension, by default signed by its own key."""
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "by hand")])
+    builder = x509.CertificateBuilder(
+        subject_name=name,
+        issuer_name=signer.certificate.subject if signer else name,
+        public_key=key.public_key(),
+        serial_number=7,
+        not_valid_before=dt.datetime.fromtimestamp(START - DAY, dt.UTC),
+        not_valid_after=dt.datetime.fromtimestamp(START + 90 * DAY, dt.UTC),
+    )
+    form, plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    signed = builder.sign(signer.key if signer else key, hashes.SHA256())
+    return {
+        "certificate": signed.public_bytes(serialization.Encoding.PEM).decode(),
+        "key": key.private_bytes(serialization.Encoding.PEM, form, plain).decode(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("make_key", "problem"),
+    [
+        (lambda: rsa.generate_private_key(65537, 2048), "ca.key is no key of an elliptic curve"),
+        (lambda: ec.generate_private_key(ec.SECP256R1()), "ca.crt may not sign certificates"),
+    ],
+    ids=["RSA", "no authority"],
+)
+def test_an_authority_by_hand(
+    make_key: Callable[[], CertificateIssuerPrivateKeyTypes],
+    problem: str,
+    objects: KubeObjects,
+    clock: Clock,
+) -> None:
+    """What the operator cannot go on with is replaced."""
+    made = bare(make_key())
+    put_secret(objects, {"ca.crt": made["certificate"], "ca.key": made["key"]})
+    trust = trust_in(objects, clock)
+    with capture_logs() as logs:
+        refresh(trust)
+    assert [each["problem"] for each in logs if "problem" in each] == [problem]
+    assert trust.counts["link_authority_made"] == 1
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_certificate_by_hand(objects: KubeObjects, clock: Clock, *, signed: bool) -> None:
+    """One for no name, or that the authority did not sign, is of no use to agents."""
+    refresh(trust_in(objects, clock))
+    texts = secret(objects)
+    material, _ = read({name: text.encode() for name, text in texts.items()})
+    made = bare(ec.generate_private_key(ec.SECP256R1()), material.authority if signed else None)
+    put_secret(objects, {**texts, "tls.crt": made["certificate"], "tls.key": made["key"]})
+    trust = trust_in(objects, clock)
+    refresh(trust)
+    assert trust.counts == {"link_certificate_issued": 1}
+    assert secret(objects)["ca.crt"] == texts["ca.crt"]
+
+
+def test_a_certificate_that_tls_refuses(objects: KubeObjects, clock: Clock) -> None:
+    """Whatever the reason of the library is, it is replaced as a damaged one."""
+    refresh(trust_in(objects, clock))
+    texts = secret(objects)
+    material, _ = read({name: text.encode() for name, text in texts.items()})
+    made = bare(ec.generate_private_key(ec.SECP192R1()), material.authority)
+    put_secret(objects, {**texts, "tls.crt": made["certificate"], "tls.key": made["key"]})
+    trust = trust_in(objects, clock)
+    refresh(trust)
+    assert trust.counts["link_secret_damaged"] == 1
+    assert trust.ready.is_set()
+    assert secret(objects)["tls.crt"] != made["certificate"]
