@@ -195,7 +195,7 @@ class App:
             try:
                 await running
             except Exception as error:
-                raise _PartEnded(part, error) from error
+                raise _PartEnded(part, _only(error)) from error
             raise _PartEnded(part, None)
 
         group.create_task(run(), name=part)
@@ -254,6 +254,13 @@ async def _wait_a_while(listening: asyncio.Event) -> None:
             await listening.wait()
     except TimeoutError:
         log.warning("link_not_listening", seconds=_LINK_SECONDS)
+
+
+def _only(error: Exception) -> Exception:
+    """Return what a part that has parts of its own failed by."""
+    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
 
 
 def _report(ended: list[_PartEnded]) -> int:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 
 Now = Callable[[], float]
 """Monotonic seconds, or seconds since 1970; injected, so that tests drive time."""
+
+Sleep = Callable[[float], Awaitable[object]]
+"""`asyncio.sleep`; injected together with `Now`."""
 
 monotonic: Now = time.monotonic
 wall: Now = time.time

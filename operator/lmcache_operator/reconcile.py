@@ -11,7 +11,7 @@ import structlog
 from lmcache_operator.agents.registry import ServerRef
 from lmcache_operator.api.crd import KIND
 from lmcache_operator.api.root import Spec
-from lmcache_operator.clock import Now, monotonic
+from lmcache_operator.clock import Now, Sleep, monotonic
 from lmcache_operator.cluster import Cluster, KubeObject
 from lmcache_operator.config import OperatorConfig
 from lmcache_operator.errors import (
@@ -55,6 +55,7 @@ class Reconciler:
         *,
         counted: Callable[[str], None],
         now: Now = monotonic,
+        sleep: Sleep = asyncio.sleep,
     ) -> None:
         """Prepare.
 
@@ -65,6 +66,7 @@ class Reconciler:
             servers_changed: told when servers come, go or change.
             counted: told the outcome of each pass.
             now: monotonic seconds.
+            sleep: lets so many of them pass.
         """
         self._cluster = cluster
         self._config = config
@@ -72,7 +74,8 @@ class Reconciler:
         self._servers_changed = servers_changed
         self._counted = counted
         self._now = now
-        self._queue: WorkQueue[Key] = WorkQueue(now)
+        self._sleep = sleep
+        self._queue: WorkQueue[Key] = WorkQueue(now, sleep)
         self._memories: dict[Key, Memory] = {}
         self._passed_at: dict[Key, float] = {}
         self._retries: dict[Key, float] = {}
@@ -136,7 +139,7 @@ class Reconciler:
     async def _find_unnoticed(self) -> NoReturn:
         """Look for servers that no watch has told of: kopf never starts one that it cannot find."""
         while True:
-            await asyncio.sleep(_FIND_SECONDS)
+            await self._sleep(_FIND_SECONDS)
             try:
                 for server, _ in await self._servers():
                     if (server.namespace, server.name) not in self._memories:

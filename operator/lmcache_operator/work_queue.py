@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-from lmcache_operator.clock import Now, monotonic
+from lmcache_operator.clock import Now, Sleep, monotonic
 
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -14,8 +14,9 @@ _Key = TypeVar("_Key", bound=Hashable)
 class WorkQueue(Generic[_Key]):
     """Keys with the moment at which each is due. Everything is called on the loop."""
 
-    def __init__(self, now: Now = monotonic) -> None:
+    def __init__(self, now: Now = monotonic, sleep: Sleep = asyncio.sleep) -> None:
         self._now = now
+        self._sleep = sleep
         self._due: dict[_Key, float] = {}
         self._taken: set[_Key] = set()
         self._changed = asyncio.Event()
@@ -46,8 +47,12 @@ class WorkQueue(Generic[_Key]):
         self._changed.set()
 
     async def _wait(self, seconds: float) -> None:
+        """Wait for a change, at most some time."""
+        waking: list[asyncio.Future[object]] = [asyncio.ensure_future(self._changed.wait())]
+        if seconds != float("inf"):
+            waking.append(asyncio.ensure_future(self._sleep(seconds)))
         try:
-            async with asyncio.timeout(None if seconds == float("inf") else seconds):
-                await self._changed.wait()
-        except TimeoutError:
-            return
+            await asyncio.wait(waking, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in waking:
+                each.cancel()
