@@ -116,10 +116,7 @@ class App:
             raise _PartEnded("begin", error) from error
 
     async def _act(self, group: asyncio.TaskGroup, cluster: Cluster, lease: Lease) -> None:
-        """Start what only the holder of the Lease does.
-
-        kopf comes last: when it ends it cancels every task that began after it.
-        """
+        """Start what only the holder of the Lease does."""
         config, agents = self._config, AgentRegistry()
         hosts = link_hosts(config.told_link_url, config.operator_namespace)
         trust = LinkTrust(cluster, namespace=config.operator_namespace, hosts=hosts)

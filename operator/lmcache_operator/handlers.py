@@ -49,13 +49,11 @@ class ServerWatch:
     async def run(self, started: Callable[[], None]) -> None:
         """Watch until cancelled.
 
-        kopf takes over the signals while it sets up, hence `started`, which is called right after;
-        and when it ends it also ends every task that began after it.
+        kopf takes over the signals while it sets up, hence `started`, which is called right after.
 
         Raises:
             KindMissing: the definition of our kind is gone.
         """
-        older = asyncio.all_tasks()
         tasks = await kopf.spawn_tasks(
             registry=self._registry(),
             settings=_settings(),
@@ -64,12 +62,19 @@ class ServerWatch:
             namespaces=self._config.namespace,
         )
         started()
-        running = kopf.run_tasks(tasks, ignored=older)
-        (failure,) = await asyncio.gather(running, return_exceptions=True)
+        # Not by `kopf.run_tasks`: that ends every task of the loop that began after kopf, also
+        # those that close the agents' streams, and the process would then wait for ever.
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         if not await self._cluster.serves_our_kind():
             raise KindMissing(KIND_MISSING)
-        if failure is not None:
-            raise failure
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
 
     def _registry(self) -> kopf.OperatorRegistry:
         registry = kopf.OperatorRegistry()
