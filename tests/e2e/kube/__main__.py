@@ -15,7 +15,7 @@ from tests.cluster.programs import ProgramsMissing
 from tests.e2e.kube.image import ImageFailed
 from tests.e2e.kube.machine import MachineLacks, check_machine
 from tests.e2e.kube.namespaces import run_inside
-from tests.e2e.kube.prepared import FOLDER, Prepared
+from tests.e2e.kube.prepared import FOLDER, NODE_FOLDER, Prepared
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
                 words = ["-m", "tests.e2e.kube.shell", *command]
             case _:
                 words = ["-m", "pytest", "tests/e2e/kube", *arguments]
-        return run_inside(FOLDER / "node", [sys.executable, *words])
+        return run_inside(NODE_FOLDER, [sys.executable, *words])
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ takes over orphans until the command ends.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import signal
 import subprocess
@@ -23,8 +24,6 @@ from types import FrameType
 NODE_ADDRESS = "192.0.2.1"
 """The node's, and the API server's; of a range that is for documentation, so in nobody's way."""
 
-CGROUP = "lmcache-kube-e2e"
-"""The control group, in each hierarchy, that all pods are in."""
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _UNIFIED_CONTROLLERS = "+cpu +cpuset +memory +pids"
@@ -42,9 +41,15 @@ _BOUND = (
 _TMPFS = ("/run", "/dev/shm")
 
 
+def cgroup(folder: Path) -> str:
+    """Name the control group, in each hierarchy, of all pods of the node that writes there."""
+    digest = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()
+    return f"lmcache-kube-e2e-{digest[:8]}"
+
+
 def run_inside(folder: Path, command: Sequence[str]) -> int:
     """Run a command in new namespaces, with `folder` for what a node writes; return its status."""
-    _make_cgroups()
+    _make_cgroups(cgroup(folder))
     # If this process is killed, so is the first one in there, and with it all the others.
     outside = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--mount", "--pid", "--fork"]
     outside += ["--kill-child", "--mount-proc"]
@@ -52,12 +57,12 @@ def run_inside(folder: Path, command: Sequence[str]) -> int:
     try:
         return subprocess.run([*outside, *inside], check=False).returncode
     finally:
-        remove_cgroups()
+        _remove_cgroups(cgroup(folder))
 
 
-def remove_cgroups() -> None:
-    """Remove what an earlier run left, unless something still runs in there."""
-    for root in _cgroup_roots():
+def _remove_cgroups(name: str) -> None:
+    """Remove what a run left, unless something still runs in there."""
+    for root in _cgroup_roots(name):
         for entry in sorted(root.glob("**/"), key=lambda path: -len(path.parts)):
             deadline = time.monotonic() + _CGROUP_SECONDS
             while _busy(entry) and time.monotonic() < deadline:
@@ -74,23 +79,23 @@ def _busy(cgroup: Path) -> bool:
     return False
 
 
-def _make_cgroups() -> None:
+def _make_cgroups(name: str) -> None:
     """Make the parent of all pods' control groups; kubelet wants it to be there."""
-    remove_cgroups()
-    for root in _cgroup_roots():
+    _remove_cgroups(name)  # of a run that was killed
+    for root in _cgroup_roots(name):
         if (root.parent / "cgroup.subtree_control").exists():
             (root.parent / "cgroup.subtree_control").write_text(_UNIFIED_CONTROLLERS)
         root.mkdir(exist_ok=True)
-        for name in ("cpuset.cpus", "cpuset.mems"):  # empty in a new group of version 1
-            if (root / name).exists() and not (root / name).read_text().strip():
-                (root / name).write_text((root.parent / name).read_text())
+        for file in ("cpuset.cpus", "cpuset.mems"):  # empty in a new group of version 1
+            if (root / file).exists() and not (root / file).read_text().strip():
+                (root / file).write_text((root.parent / file).read_text())
 
 
-def _cgroup_roots() -> list[Path]:
+def _cgroup_roots(name: str) -> list[Path]:
     if (_CGROUPS / "cgroup.controllers").exists():
-        return [_CGROUPS / CGROUP]
+        return [_CGROUPS / name]
     hierarchies = {path.resolve() for path in _CGROUPS.iterdir() if path.is_dir()}
-    return [path / CGROUP for path in sorted(hierarchies) if path.name != "unified"]
+    return [path / name for path in sorted(hierarchies) if path.name != "unified"]
 
 
 def _make_network() -> None:

@@ -16,7 +16,8 @@ from tests.cluster.program_flags import NodeNetwork
 from tests.e2e.kube.image import PAUSE_IMAGE
 from tests.e2e.kube.machine import CNI_PLUGINS
 from tests.e2e.kube.name_server import corefile
-from tests.e2e.kube.namespaces import CGROUP, NODE_ADDRESS
+from tests.e2e.kube.namespaces import NODE_ADDRESS, cgroup
+from tests.e2e.kube.prepared import NODE_FOLDER
 
 NAME = "node-1"
 NETWORK = NodeNetwork(
@@ -176,7 +177,7 @@ _KUBELET: dict[str, Any] = {
     "kind": "KubeletConfiguration",
     "authorization": {"mode": "Webhook"},
     "cgroupDriver": "cgroupfs",
-    "cgroupRoot": f"/{CGROUP}",
+    "cgroupRoot": f"/{cgroup(NODE_FOLDER)}",
     "clusterDNS": [_DNS_SERVICE_ADDRESS],
     "clusterDomain": "cluster.local",
     "containerRuntimeEndpoint": f"unix://{_CONTAINERD_SOCKET}",

@@ -18,6 +18,8 @@ from tests.e2e.kube.name_server import find_or_build_coredns
 FOLDER = Path(__file__).parents[3] / "build" / "e2e-kube"
 """Logs, and what the node wrote, of the last run."""
 
+NODE_FOLDER = FOLDER / "node"
+
 _FILE = FOLDER / "prepared.json"
 
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
-import subprocess
 import time
-import urllib.request
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_operator.names import INSTANCE_IDS_ANNOTATION, WORKER_LABEL, connection_config_map
+from tests.e2e.kube.agent_view import AgentView
 from tests.e2e.kube.image import PRODUCT_IMAGE
 from tests.e2e.kube.real_cluster import OPERATOR_NAMESPACE, RealCluster
 from tests.polling import poll_until
@@ -77,6 +75,10 @@ class WorkerPod:
     def registrations(self) -> int:
         """Count how often the engine of the present run has registered."""
         return sum(line["event"] == "registered" for line in self.said())
+
+    def has_said(self, event: str) -> bool:
+        """Tell whether the engine of the present run has printed such a line."""
+        return any(line["event"] == event for line in self.said())
 
     def annotation(self) -> str:
         """Return the ids that the operator wrote on the pod."""
@@ -151,14 +153,13 @@ class ServedNamespace:
         (status,) = self.agent_pod()["status"]["containerStatuses"]
         return self.cluster.node.process_id(status["containerID"])
 
-    def events(self, reason: str, about: str = "") -> list[dict[str, Any]]:
-        """Return the Events of a reason, with `about` those on objects of that name."""
-        found = self.cluster.objects("events", "-n", self.name, f"--field-selector=reason={reason}")
-        return [e for e in found if not about or e["involvedObject"]["name"] == about]
+    def events(self, reason: str) -> list[dict[str, Any]]:
+        """Return the Events of a reason."""
+        return self.cluster.objects("events", "-n", self.name, f"--field-selector=reason={reason}")
 
-    def told(self, instance_id: str) -> list[dict[str, Any]]:
-        """Return the Events about pods that tell of an instance's reap."""
-        found = (e for e in self.events("WorkerReaped") if e["involvedObject"]["kind"] == "Pod")
+    def told(self, instance_id: str, kind: str = "Pod") -> list[dict[str, Any]]:
+        """Return the Events about objects of a kind that tell of an instance's reap."""
+        found = (e for e in self.events("WorkerReaped") if e["involvedObject"]["kind"] == kind)
         return [event for event in found if instance_id in event["message"]]
 
     @contextmanager
@@ -192,52 +193,18 @@ class ServedNamespace:
     def _operator_pods(self) -> list[dict[str, Any]]:
         return self.cluster.objects("pods", f"--namespace={OPERATOR_NAMESPACE}")
 
-    @contextmanager
-    def agent(self) -> Generator[AgentView]:
-        """Look into the agent for the block, as people do: by port-forward."""
-        pod = self.agent_pod()["metadata"]["name"]
-        command = [str(self.cluster.plane.programs / "kubectl")]
-        command += [f"--kubeconfig={self.cluster.plane.kubeconfig}", "port-forward"]
-        command += [f"--namespace={self.name}", f"pod/{pod}", ":8080"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            try:
-                assert process.stdout is not None, "it is piped"
-                found = re.search(r"127\.0\.0\.1:(\d+)", process.stdout.readline())
-                assert found, "kubectl forwards no port"
-                yield AgentView(int(found[1]))
-            finally:
-                process.terminate()
+    def agent(self) -> AgentView:
+        """Look into the agent that runs now."""
+        return AgentView(self.agent_process_id())
 
+    def reaped(self, instance_id: str) -> dict[str, Any]:
+        """Wait until an instance was reaped; return what the agent says of it."""
+        agent = self.agent()
 
-class AgentView:
-    """What one agent says of itself."""
+        def entry() -> dict[str, Any] | None:
+            return next(iter(agent.reaps(instance_id)), None)
 
-    def __init__(self, port: int) -> None:
-        self._port = port
-
-    def instances(self) -> dict[str, dict[str, Any]]:
-        """Return the registered instances by id."""
-        body = self._get("/v1/instances")
-        found: list[dict[str, Any]] = body["instances"] if isinstance(body, dict) else body
-        return {instance["instance_id"]: instance for instance in found}
-
-    def reaps(self, instance_id: str = "") -> list[dict[str, Any]]:
-        """Return the journal, with an id that instance's part of it."""
-        entries: list[dict[str, Any]] = self._get("/v1/reaps")["reaps"]
-        return [e for e in entries if not instance_id or e["instance_id"] == instance_id]
-
-    def released(self, instance_id: str) -> dict[str, Any]:
-        """Wait until an instance was reaped; return the journal's entry."""
-
-        def reaped() -> dict[str, Any] | None:
-            return next((e for e in self.reaps(instance_id) if e["kind"] == "reaped"), None)
-
-        return poll_until(reaped, SEEN_SECONDS, f"instance {instance_id} is reaped")
-
-    def _get(self, path: str) -> Any:  # noqa: ANN401  # JSON
-        url = f"http://127.0.0.1:{self._port}{path}"
-        with urllib.request.urlopen(url, timeout=10) as response:
-            return json.loads(response.read())
+        return poll_until(entry, SEEN_SECONDS, f"instance {instance_id} is reaped")
 
 
 def kill(process_id: int) -> float:
