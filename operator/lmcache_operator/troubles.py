@@ -78,10 +78,10 @@ def _refusal(message: str) -> Trouble:
     if "violates PodSecurity" in message:
         return Trouble(
             "PodSecurityRefused",
-            f"The namespace's Pod Security level forbids the agents' pods: {words}. Set "
-            "spec.transport.memorySharing to None and unixSocket to Disabled, which every level "
-            "but restricted takes, or label the namespace "
-            "pod-security.kubernetes.io/enforce=privileged.",
+            f"The namespace's Pod Security level forbids the agents' pods: {words}. Label the "
+            "namespace pod-security.kubernetes.io/enforce=privileged, which shared memory and the "
+            "Unix socket need. Every level takes spec.transport.memorySharing None with unixSocket "
+            "Disabled, but workers do not get by without shared memory yet.",
         )
     if "exceeded quota" in message:
         return Trouble(
