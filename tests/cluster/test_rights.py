@@ -27,7 +27,7 @@ ALLOWED_EVERYWHERE = [
     ("patch", "lmcacheservers.lmcache-kube.dev/status"),
     *((verb, kind) for kind in OWNED for verb in (*READ, *WRITE)),
     *((verb, "pods") for verb in (*READ, "patch")),
-    ("create", "events"),
+    *((verb, "events") for verb in ("create", "list")),
 ]
 REFUSED_EVERYWHERE = [
     *((verb, "pods") for verb in ("create", "update", "delete", "deletecollection")),
@@ -43,7 +43,7 @@ REFUSED_EVERYWHERE = [
     *((verb, "rolebindings.rbac.authorization.k8s.io") for verb in ("create", "patch")),
     ("create", "serviceaccounts/token"),
     ("impersonate", "serviceaccounts"),
-    *((verb, "events") for verb in ("delete", "list")),
+    ("delete", "events"),
     ("delete", "leases.coordination.k8s.io"),
 ]
 OWN_NAMESPACE_ONLY = [
