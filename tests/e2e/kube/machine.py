@@ -1,4 +1,7 @@
-"""What the machine must have for a real node: root, and programs of Debian packages."""
+"""What the machine must have for a real node: root, and programs of Debian packages.
+
+As a script it prints the packages that are missing, before anything of the project is installed.
+"""
 
 from __future__ import annotations
 
@@ -56,3 +59,7 @@ def check_machine() -> None:
         )
     if problems:
         raise MachineLacks(f"this machine cannot be a Kubernetes node: {'; '.join(problems)}")
+
+
+if __name__ == "__main__":
+    print(" ".join(missing_packages()))
