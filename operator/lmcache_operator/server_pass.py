@@ -22,7 +22,7 @@ from lmcache_operator.cluster import Cluster, KubeObject
 from lmcache_operator.conditions import AgentSeen, Seen, WorkersSeen, all_connected, count_nodes
 from lmcache_operator.config import OperatorConfig
 from lmcache_operator.ensure import Ensurer
-from lmcache_operator.errors import ApiError, NameTaken, SpecError
+from lmcache_operator.errors import ApiError, Forbidden, NameTaken, SpecError
 from lmcache_operator.resources.config_maps import worker_namespaces
 from lmcache_operator.resources.desired import Surroundings, desired_objects
 from lmcache_operator.spec import read_spec
@@ -125,6 +125,7 @@ class ServerPass:
         self._now = now
         self._wall_now = wall_now
         self._ensurer = Ensurer(cluster, written)
+        self._blind: set[ServerRef] = set()  # whose agents' pods we may not look at
         self._events = TroubleEvents(cluster, now=now, wall_now=wall_now)
 
     async def run(self, namespace: str, name: str, memory: Memory) -> float | None:
@@ -295,10 +296,19 @@ class ServerPass:
     async def _why_unready(
         self, server: ServerRef, daemon_set: KubeObject | None
     ) -> Trouble | None:
+        """Look at agents' pods if they are not all ready; what we may not see is not known."""
         nodes = count_nodes(daemon_set)
         if daemon_set is None or nodes.ready >= nodes.desired:
             return None
-        uid = daemon_set["metadata"]["uid"]
+        try:
+            return await self._unready(server, daemon_set["metadata"]["uid"], nodes.desired)
+        except Forbidden as error:
+            if server not in self._blind:
+                self._blind.add(server)
+                log.warning("agents_not_looked_at", name=server.name, error=str(error))
+            return None
+
+    async def _unready(self, server: ServerRef, uid: str, desired: int) -> Trouble | None:
         labels = names.agent_labels(server.name).items()
         selector = ",".join(f"{label}={value}" for label, value in labels)
         pods = [
@@ -306,7 +316,7 @@ class ServerPass:
             for pod in await self._cluster.list("Pod", server.namespace, selector)
             if any(o["uid"] == uid for o in pod["metadata"].get("ownerReferences") or ())
         ]
-        if len(pods) < nodes.desired:
+        if len(pods) < desired:
             about = f"involvedObject.uid={uid},reason=FailedCreate"
             events = await self._cluster.list("Event", server.namespace, field_selector=about)
             if (found := creation_trouble(events)) is not None:

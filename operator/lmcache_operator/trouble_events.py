@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import hashlib
 
+import structlog
+
 from lmcache_operator.agents.registry import ServerRef
 from lmcache_operator.api.crd import GROUP, KIND, VERSION
 from lmcache_operator.clock import Now, kube_time, monotonic, wall
 from lmcache_operator.cluster import Cluster, KubeObject
+from lmcache_operator.errors import ApiError
 from lmcache_operator.names import FIELD_MANAGER, owner_labels
 from lmcache_operator.troubles import Trouble
+
+log = structlog.get_logger(__name__)
 
 _EVENT_LIFE_SECONDS = 3600.0  # the API server forgets Events after this; what lasts is said again
 _LONGEST_MESSAGE = 1024
@@ -28,10 +33,9 @@ class TroubleEvents:
         self._posted: dict[tuple[str, str], float] = {}
 
     async def post(self, server: ServerRef, generation: int, trouble: Trouble) -> None:
-        """Post an Event, unless it is known to be there.
+        """Post an Event, unless it is known to be there. One that is refused is given up.
 
         Raises:
-            ApiError: we may not.
             Unreachable: no answer.
         """
         event = trouble_event(server, generation, trouble, kube_time(self._wall_now()))
@@ -39,7 +43,10 @@ class TroubleEvents:
         now = self._now()
         if now < self._posted.get(place, float("-inf")) + _EVENT_LIFE_SECONDS:
             return
-        await self._cluster.create(event)
+        try:
+            await self._cluster.create(event)
+        except ApiError as error:
+            log.warning("event_not_stored", namespace=place[0], name=server.name, error=str(error))
         kept = {key: at for key, at in self._posted.items() if now < at + _EVENT_LIFE_SECONDS}
         self._posted = {**kept, place: now}
 

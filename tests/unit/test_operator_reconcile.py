@@ -47,6 +47,7 @@ class ApplyingCluster:
         self.created: list[KubeObject] = []
         self.servers: list[KubeObject] = []
         self.missing = False
+        self.refuses = False
         self._version = 0
 
     async def get(self, kind: str, namespace: str | None, name: str) -> KubeObject | None:
@@ -69,6 +70,8 @@ class ApplyingCluster:
     async def create(self, obj: KubeObject) -> bool:
         """See `Cluster`."""
         self.created.append(obj)
+        if self.refuses:
+            raise ApiError(403, "Forbidden", "being terminated")
         return True
 
     async def list(self, kind: str, namespace: str | None = None) -> list[KubeObject]:
@@ -352,3 +355,14 @@ async def test_a_trouble_is_posted_once_an_hour() -> None:
     names = [event["metadata"]["name"] for event in cluster.created]
     assert names[0] == names[2] != names[1]
     assert len(cluster.created[0]["message"]) <= 1024
+
+
+@on_loop
+async def test_an_event_that_is_refused_is_given_up() -> None:
+    """It is no reason to leave a server alone."""
+    cluster = ApplyingCluster()
+    cluster.refuses = True
+    events = TroubleEvents(as_cluster(cluster), now=LoopClock().now)
+    for _ in range(2):
+        await events.post(SERVER, 1, Trouble("NoNodesMatch", "No node."))
+    assert len(cluster.created) == 1
