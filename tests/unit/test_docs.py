@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import lmcache_nodeagent.app as agent_app
+import lmcache_operator.app as operator_app
 from lmcache_nodeagent.events import Event
 from lmcache_nodeagent.liveness.policy import Reason, State, Window
 from lmcache_nodeagent.observability.logs import event_name
@@ -16,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 AGENT = (ROOT / "docs/agent.md").read_text()
 LIVENESS = (ROOT / "docs/liveness.md").read_text()
+ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
 
 METRICS = [*(metric.name for metric in SAMPLED), *(metric.name for metric in COUNTED)]
 
@@ -47,6 +51,15 @@ def test_every_window_is_explained() -> None:
     """By the words of the table of windows."""
     words = {window.value.replace("_", " ") for window in Window} - {"none"}
     assert {word for word in words if f"| {word}" not in LIVENESS} == set()
+
+
+@pytest.mark.parametrize("app", [agent_app, operator_app], ids=lambda app: str(app.__name__))
+def test_threads_and_tasks_are_those_that_are_made(app: ModuleType) -> None:
+    """The table where they are made and the one on the page about architecture name the same."""
+    made = _named_rows(app.__doc__ or "")
+    assert made
+    tables = re.findall(r"^\|.+\n\|-.+\n((?:\|.+\n)+)", ARCHITECTURE, re.MULTILINE)
+    assert made in [_named_rows(table) for table in tables]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -81,6 +94,11 @@ def test_targets_of_make_exist(page: Path) -> None:
 def test_the_readme_stays_short() -> None:
     """A page and a bit: what it is, a picture, a quick start, links."""
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def _named_rows(table: str) -> list[str]:
+    """Return the first name of each row of a table."""
+    return re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)
 
 
 def _anchors(page: Path) -> set[str]:
