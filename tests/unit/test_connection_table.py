@@ -188,7 +188,7 @@ def test_who_follows_at_once_on_a_descriptor_is_proven_by_a_later_reply(scene: S
 
 @pytest.mark.parametrize(("sends", "proven"), [(200, True), (107, False)])
 def test_who_follows_at_once_and_then_falls_silent_is_proven_by_what_it_sent(
-    sends: int, proven: bool, scene: Scene
+    sends: int, *, proven: bool, scene: Scene
 ) -> None:
     """A handshake alone is no message: then the message was the earlier owner's, read late."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
