@@ -22,7 +22,7 @@ from lmcache_operator.cluster import Cluster, KubeObject
 from lmcache_operator.conditions import AgentSeen, Seen, WorkersSeen, all_connected, count_nodes
 from lmcache_operator.config import OperatorConfig
 from lmcache_operator.ensure import Ensurer
-from lmcache_operator.errors import ApiError, Forbidden, NameTaken, SpecError
+from lmcache_operator.errors import ApiError, NameTaken, SpecError
 from lmcache_operator.resources.config_maps import worker_namespaces
 from lmcache_operator.resources.desired import Surroundings, desired_objects
 from lmcache_operator.spec import read_spec
@@ -35,7 +35,8 @@ from lmcache_operator.status import (
     write_status,
 )
 from lmcache_operator.trouble_events import TroubleEvents
-from lmcache_operator.troubles import Trouble, creation_trouble, pod_trouble
+from lmcache_operator.troubles import Trouble
+from lmcache_operator.unready import UnreadyAgents
 
 _UNWELL_SECONDS = 5.0  # looked at again: neither pods of agents nor their Events are watched
 _REFUSED_SECONDS = 15.0  # tried again: what is in the way need not be an object of ours
@@ -74,7 +75,7 @@ class Memory:
 
     Attributes:
         server: the object; None before the first pass.
-        spec: the spec in force; None if the stored one cannot be served.
+        spec: what was last readable of it; None if nothing was.
         versions: of objects as the last pass left them: their events are no news.
         written_at: when the status was.
         short_since: since when agents that are ready have not been connected.
@@ -125,7 +126,7 @@ class ServerPass:
         self._now = now
         self._wall_now = wall_now
         self._ensurer = Ensurer(cluster, written)
-        self._blind: set[ServerRef] = set()  # whose agents' pods we may not look at
+        self._unready = UnreadyAgents(cluster, now=now)
         self._events = TroubleEvents(cluster, now=now, wall_now=wall_now)
 
     async def run(self, namespace: str, name: str, memory: Memory) -> float | None:
@@ -147,8 +148,8 @@ class ServerPass:
         if obj["metadata"].get("deletionTimestamp"):
             return _RESYNC_SECONDS  # what it owns is being deleted, and goes before it does
         server = reference(obj)
-        refusal, daemon_set = await self._make_so(server, obj, memory)
-        seen = await self._look(server, obj, memory, refusal, daemon_set)
+        spec, refusal, daemon_set = await self._make_so(server, obj, memory)
+        seen = await self._look(server, obj, memory, spec, refusal, daemon_set)
         status, written = await self._report(obj, seen, memory)
         trouble = trouble_of(status)
         if trouble is not None and trouble.reason not in _PASSING:
@@ -170,33 +171,42 @@ class ServerPass:
 
     async def _make_so(
         self, server: ServerRef, obj: KubeObject, memory: Memory
-    ) -> tuple[Trouble | None, KubeObject | None]:
-        """Apply what the spec asks for; return why that cannot be, and the DaemonSet."""
-        refusal, daemon_set = None, None
+    ) -> tuple[Spec | None, Trouble | None, KubeObject | None]:
+        """Apply what the spec asks for.
+
+        Returns:
+            The spec if it can be served, why not, and the DaemonSet.
+        """
         memory.versions = {obj["metadata"]["resourceVersion"]}
+        spec, refusal, daemon_set = None, None, None
         try:
-            spec, wanted = self._read(server, obj)
+            spec, wanted = self._read(server, obj, memory)
         except SpecError as error:
-            memory.server, memory.spec = server, None
-            refusal = Trouble(
-                "InvalidSpec", f"{error}. Until it is corrected, what was applied stays."
-            )
+            words = f"{error}. Until it is corrected, what was applied stays."
+            refusal = Trouble("InvalidSpec", words)
         else:
-            memory.server, memory.spec = server, spec
             refusal, daemon_set = await self._apply(server, spec, wanted, memory)
         if daemon_set is None:
             place = ("DaemonSet", server.namespace, names.daemon_set(server.name))
             daemon_set = await self._cluster.get(*place)
-        return refusal, daemon_set
+        return spec, refusal, daemon_set
 
-    def _read(self, server: ServerRef, obj: KubeObject) -> tuple[Spec, list[KubeObject]]:
+    def _read(
+        self, server: ServerRef, obj: KubeObject, memory: Memory
+    ) -> tuple[Spec, list[KubeObject]]:
         """Return the spec and the objects that it asks for.
+
+        What it says of workers is taken in although pods cannot be made of the rest, and what it
+        said last if it cannot be read: agents and workers are there all the same.
 
         Raises:
             SpecError: it cannot be served.
         """
+        if memory.server != server:
+            memory.server, memory.spec = server, None
         spec = read_spec(obj["spec"])
         self._check_namespaces(server, spec)
+        memory.spec = spec
         return spec, desired_objects(server, spec, self._surroundings())
 
     async def _apply(
@@ -260,6 +270,7 @@ class ServerPass:
         server: ServerRef,
         obj: KubeObject,
         memory: Memory,
+        spec: Spec | None,
         refusal: Trouble | None,
         daemon_set: KubeObject | None,
     ) -> Seen:
@@ -269,7 +280,7 @@ class ServerPass:
             namespace=server.namespace,
             uid=server.uid,
             generation=obj["metadata"]["generation"],
-            spec=memory.spec,
+            spec=spec,
             daemon_set=daemon_set,
             refusal=refusal,
             agents=[
@@ -280,7 +291,7 @@ class ServerPass:
         )
         return replace(
             seen,
-            pods=await self._why_unready(server, daemon_set),
+            pods=await self._unready.why(server, daemon_set),
             settled=self._is_settled(seen, memory),
         )
 
@@ -292,36 +303,6 @@ class ServerPass:
         if memory.short_since is None:
             memory.short_since = self._now()
         return self._now() >= memory.short_since + _SETTLE_SECONDS
-
-    async def _why_unready(
-        self, server: ServerRef, daemon_set: KubeObject | None
-    ) -> Trouble | None:
-        """Look at agents' pods if they are not all ready; what we may not see is not known."""
-        nodes = count_nodes(daemon_set)
-        if daemon_set is None or nodes.ready >= nodes.desired:
-            return None
-        try:
-            return await self._unready(server, daemon_set["metadata"]["uid"], nodes.desired)
-        except Forbidden as error:
-            if server not in self._blind:
-                self._blind.add(server)
-                log.warning("agents_not_looked_at", name=server.name, error=str(error))
-            return None
-
-    async def _unready(self, server: ServerRef, uid: str, desired: int) -> Trouble | None:
-        labels = names.agent_labels(server.name).items()
-        selector = ",".join(f"{label}={value}" for label, value in labels)
-        pods = [
-            pod
-            for pod in await self._cluster.list("Pod", server.namespace, selector)
-            if any(o["uid"] == uid for o in pod["metadata"].get("ownerReferences") or ())
-        ]
-        if len(pods) < desired:
-            about = f"involvedObject.uid={uid},reason=FailedCreate"
-            events = await self._cluster.list("Event", server.namespace, field_selector=about)
-            if (found := creation_trouble(events)) is not None:
-                return found
-        return pod_trouble(pods)
 
     async def _report(self, obj: KubeObject, seen: Seen, memory: Memory) -> tuple[Status, bool]:
         """Write the status if it differs; return what it should be, and whether it is so now."""
