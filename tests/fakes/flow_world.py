@@ -115,6 +115,11 @@ class FlowWorld:
         return self._flow
 
     @property
+    def runs(self) -> bool:
+        """Whether there is an operator."""
+        return self._flow is not None
+
+    @property
     def registry(self) -> AgentRegistry:
         """The present operator's."""
         return self._registry
