@@ -21,6 +21,7 @@ from lmcache_nodeagent.liveness.release import Releaser, Spawn
 from lmcache_nodeagent.liveness.stalls import Stalls
 from lmcache_nodeagent.modules.absent_pings import AbsentPings
 from lmcache_nodeagent.modules.chunk_copies import ChunkCopies
+from lmcache_nodeagent.modules.instance_holder import HolderParts
 from lmcache_nodeagent.modules.layouts import LayoutRegistry
 from lmcache_nodeagent.modules.lmcache_driven_transfer import LMCacheDrivenTransferModule
 from lmcache_nodeagent.modules.lookup import LookupModule
@@ -133,19 +134,10 @@ def assemble(env: Environment) -> Assembled:
     )
     absent_pings = AbsentPings()
     copies = ChunkCopies(store, sessions, layouts, hasher, config.null_block_id, publish, now)
-    transfer = LMCacheDrivenTransferModule(
-        env.opener,
-        copies,
-        layouts,
-        releaser,
-        absent_pings,
-        config.chunk_size,
-        reaped_lately,
-        itertools.count(1),
-        publish,
-        now,
-        wall,
+    holder = HolderParts(
+        layouts, releaser, absent_pings, reaped_lately, itertools.count(1), publish, now, wall
     )
+    transfer = LMCacheDrivenTransferModule(holder, env.opener, copies, config.chunk_size)
     late.targets = (transfer,)
 
     reaper = Reaper(

@@ -18,6 +18,7 @@ from lmcache_nodeagent.liveness.release import Releaser
 from lmcache_nodeagent.modules.absent_pings import AbsentPings
 from lmcache_nodeagent.modules.calls import Call
 from lmcache_nodeagent.modules.chunk_copies import ChunkCopies
+from lmcache_nodeagent.modules.instance_holder import HolderParts
 from lmcache_nodeagent.modules.layouts import LayoutRegistry
 from lmcache_nodeagent.modules.lmcache_driven_transfer import LMCacheDrivenTransferModule
 from lmcache_nodeagent.modules.lookup import LookupModule
@@ -114,19 +115,17 @@ class ModuleBench:
             lambda: None,
         )
         copies = ChunkCopies(self.store_, self.sessions, self.layouts, hasher, 0, publish, self.now)
-        self.transfer = LMCacheDrivenTransferModule(
-            self.opener,
-            copies,
+        self.holder = HolderParts(
             self.layouts,
             self.releaser,
             self.absent,
-            CHUNK,
             self.reaped_lately,
             itertools.count(1),
             publish,
             self.now,
             self.wall,
         )
+        self.transfer = LMCacheDrivenTransferModule(self.holder, self.opener, copies, CHUNK)
 
     def drop_instance_state(self, instance_id: InstanceId) -> None:
         """Tell the one holder of instance state."""

@@ -1,4 +1,4 @@
-"""One registered instance of LMCache-driven transfer: its liveness and its mapped memory."""
+"""One registered instance: its liveness, and what its transfers use until the last one ends."""
 
 from __future__ import annotations
 
@@ -34,21 +34,57 @@ class Registration:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class ContextEntry(ReapableEntry):
-    """Guarded by the lock of the table that holds it, but for `context`, which never changes.
+class TransferEntry(ReapableEntry):
+    """What the entries of both transfer modes share. Guarded by the lock of their table.
 
-    `users` counts the transfers that use the context now. `fenced` is set when the entry is taken
-    out: from then on nobody becomes a user, and `drained` is set with the last one.
+    `users` counts the transfers that use the entry now. `fenced` is set when it is taken out:
+    from then on nobody becomes a user, and `drained` is set with the last one.
     """
 
-    registration: Registration
-    context: WorkerContext
     layout_identity: int
     users: int = 0
     fenced: bool = False
     shard: int | None = None  # the KV shard, once a transfer has named it
     drained: Event = field(default_factory=Event)
     closed: bool = False
+
+    @property
+    def content(self) -> object:
+        """What was registered: equal contents are one and the same registration."""
+        raise NotImplementedError
+
+    @property
+    def transfers_in_flight(self) -> int:
+        """Transfers that use the entry now."""
+        return self.users
+
+    def wait_drained(self) -> None:
+        """Return once no transfer uses the entry. Thread: release-<instance>."""
+        self.drained.wait()
+
+    def close(self) -> None:
+        """Give back what the instance held. Thread: release-<instance>."""
+        try:
+            self.let_go()
+        finally:
+            self.closed = True
+
+    def let_go(self) -> None:
+        """What `close` does for this kind of entry."""
+        raise NotImplementedError
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class ContextEntry(TransferEntry):
+    """An instance of LMCache-driven transfer and its mapped memory; `context` never changes."""
+
+    registration: Registration
+    context: WorkerContext
+
+    @property
+    def content(self) -> object:
+        """The registration and the memory it was found to mean."""
+        return self.registration, self.handles
 
     @property
     def model(self) -> str:
@@ -76,18 +112,6 @@ class ContextEntry(ReapableEntry):
         """Identities of the mapped segments."""
         return self.context.handles
 
-    @property
-    def transfers_in_flight(self) -> int:
-        """Transfers that use the context now."""
-        return self.users
-
-    def wait_drained(self) -> None:
-        """Return once no transfer uses the memory. Thread: release-<instance>."""
-        self.drained.wait()
-
-    def close(self) -> None:
-        """Unmap. Thread: release-<instance>."""
-        try:
-            self.context.close()
-        finally:
-            self.closed = True
+    def let_go(self) -> None:
+        """Unmap the memory."""
+        self.context.close()

@@ -1,15 +1,16 @@
-"""Who is registered for LMCache-driven transfer: the table that every thread meets at."""
+"""Who is registered for transfers: the table that every thread meets at."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from lmcache_nodeagent.errors import NotTheSpeaker, StillReleasing
 from lmcache_nodeagent.ids import render_instance_id
 from lmcache_nodeagent.liveness.entry import Speaker
 from lmcache_nodeagent.liveness.targets import UNTOUCHED, Touched
+from lmcache_nodeagent.modules.context_entry import TransferEntry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -18,37 +19,39 @@ if TYPE_CHECKING:
     from lmcache_nodeagent.liveness.evidence import Connection
     from lmcache_nodeagent.liveness.targets import Decide, ReapableEntry
     from lmcache_nodeagent.modules.calls import Call
-    from lmcache_nodeagent.modules.context_entry import ContextEntry
+
+
+EntryT = TypeVar("EntryT", bound=TransferEntry)
 
 
 @dataclass(frozen=True, slots=True)
-class Installed:
+class Installed(Generic[EntryT]):
     """What became of a registration: the entry now in force, and the one that gave way to it.
 
-    `fresh` is False where the instance was registered with the same content: the new context is
+    `fresh` is False where the instance was registered with the same content: the new entry is
     then not needed, and the caller closes it.
     """
 
-    entry: ContextEntry
+    entry: EntryT
     fresh: bool
-    replaced: ContextEntry | None = None
+    replaced: EntryT | None = None
 
 
-class ContextTable:
-    """Contexts by instance id. Threads: any; every method holds the one leaf lock for a moment.
+class ContextTable(Generic[EntryT]):
+    """Entries of one transfer mode by instance id.
 
-    An entry that is taken out is *leaving* until `left` is called: its id and its memory are
-    refused to newcomers for that long.
+    Threads: any; every method holds the one leaf lock for a moment. An entry that is taken out is
+    *leaving* until `left` is called: its id and its memory are refused to newcomers for that long.
     """
 
     def __init__(self, numbers: Iterator[int]) -> None:
         """Make an empty table; `numbers` count the registrations of all tables of an agent."""
         self._numbers = numbers
         self._lock = Lock()  # guards: _entries, _leaving and the fields of every entry
-        self._entries: dict[InstanceId, ContextEntry] = {}
-        self._leaving: list[ContextEntry] = []
+        self._entries: dict[InstanceId, EntryT] = {}
+        self._leaving: list[EntryT] = []
 
-    def install(self, entry: ContextEntry, now: float) -> Installed:
+    def install(self, entry: EntryT, now: float) -> Installed[EntryT]:
         """Put a registration into force.
 
         Raises:
@@ -65,7 +68,7 @@ class ContextTable:
             if existing is None:
                 self._entries[entry.instance_id] = entry
                 return Installed(entry, fresh=True)
-            if existing.registration == entry.registration and existing.handles == entry.handles:
+            if existing.content == entry.content:
                 existing.registered_again(connection, now, entry.registered)
                 return Installed(existing, fresh=False)
             entry.inherit(existing)
@@ -85,7 +88,7 @@ class ContextTable:
             if any(left.instance_id == instance_id for left in self._leaving):
                 raise StillReleasing(_still_releasing(instance_id))
 
-    def take_out(self, instance_id: InstanceId, connection: Connection) -> ContextEntry | None:
+    def take_out(self, instance_id: InstanceId, connection: Connection) -> EntryT | None:
         """Take out an instance that says goodbye; None if it is not here.
 
         Raises:
@@ -100,7 +103,21 @@ class ContextTable:
             self._take_out_locked(entry)
             return entry
 
-    def condemn(self, decide: Decide) -> list[ContextEntry]:
+    def give_way(self, instance_id: InstanceId, connection: Connection) -> EntryT | None:
+        """Take out an instance that registers in another transfer mode; None if it is not here.
+
+        Raises:
+            NotTheSpeaker: another peer holds the id and is not known to be gone.
+        """
+        with self._lock:
+            entry = self._entries.get(instance_id)
+            if entry is None:
+                return None
+            self._require_speaker_locked(entry, connection)
+            self._take_out_locked(entry)
+            return entry
+
+    def condemn(self, decide: Decide) -> list[EntryT]:
         """Take out every entry that `decide` condemns, all under one hold of the lock."""
         with self._lock:
             condemned = [entry for entry in self._entries.values() if decide(entry)]
@@ -131,27 +148,41 @@ class ContextTable:
                 entry.pinged(now)
             return Touched(Speaker.RIGHTFUL, cancelled, bound_peer, entry)
 
-    def begin_use(self, instance_id: InstanceId, shard: int, call: Call) -> ContextEntry | None:
-        """Become a user of the context that a transfer is meant for, until `end_use`.
+    def begin_use(
+        self, instance_id: InstanceId, shard: int, call: Call, *, may_overtake: bool = True
+    ) -> EntryT | None:
+        """Become a user of the entry that a transfer is meant for, until `end_use`.
+
+        Args:
+            instance_id: Who transfers.
+            shard: Its KV shard.
+            call: The request.
+            may_overtake: Serve a request that was read before the registration took effect.
 
         Returns:
-            None if the instance is not here; or if the context in force has replaced the one that
+            None if the instance is not here; or if the entry in force has replaced the one that
             the request was read for, whose block ids mean nothing here.
         """
         with self._lock:
             entry = self._entries.get(instance_id)
-            if entry is None or not _is_meant(entry, call):
+            if entry is None or not _is_meant(entry, call, may_overtake=may_overtake):
                 return None
             entry.users += 1
             entry.shard = shard
             return entry
 
-    def end_use(self, entry: ContextEntry) -> None:
+    def end_use(self, entry: EntryT) -> None:
         """Stop using a context; the last user of a fenced one lets its release go on."""
         with self._lock:
             entry.users -= 1
             if entry.fenced and entry.users == 0:
                 entry.drained.set()
+
+    def amend(self, entry: EntryT, amend: Callable[[EntryT], None]) -> None:
+        """Change an entry under the lock, unless it was taken out."""
+        with self._lock:
+            if not entry.fenced:
+                amend(entry)
 
     def visit(self, visit: Callable[[ReapableEntry], None]) -> None:
         """Show each entry to `visit` under the lock."""
@@ -167,7 +198,7 @@ class ContextTable:
                 visit(entry)
         return entry is not None
 
-    def entries(self) -> Sequence[ContextEntry]:
+    def entries(self) -> Sequence[EntryT]:
         """Return the entries of one moment; their fields go on changing."""
         with self._lock:
             return tuple(self._entries.values())
@@ -177,18 +208,18 @@ class ContextTable:
         with self._lock:
             return len(self._entries)
 
-    def _refuse_leaving_locked(self, entry: ContextEntry) -> None:
+    def _refuse_leaving_locked(self, entry: EntryT) -> None:
         assert self._lock.locked()
         for left in self._leaving:
             if left.instance_id == entry.instance_id or not left.handles.isdisjoint(entry.handles):
                 raise StillReleasing(_still_releasing(left.instance_id))
 
-    def _require_speaker_locked(self, entry: ContextEntry, connection: Connection) -> None:
+    def _require_speaker_locked(self, entry: EntryT, connection: Connection) -> None:
         assert self._lock.locked()
         if entry.speaker(connection) is Speaker.STRANGER:
             raise NotTheSpeaker(_not_the_speaker(entry, connection))
 
-    def _take_out_locked(self, entry: ContextEntry) -> None:
+    def _take_out_locked(self, entry: EntryT) -> None:
         """Fence an entry: nobody becomes its user any more."""
         assert self._lock.locked()
         del self._entries[entry.instance_id]
@@ -198,11 +229,11 @@ class ContextTable:
             entry.drained.set()
 
 
-def _is_meant(entry: ContextEntry, call: Call) -> bool:
+def _is_meant(entry: TransferEntry, call: Call, *, may_overtake: bool) -> bool:
     """A request may overtake its own registration, but not come after somebody else's."""
     if call.touched.entry is not None:
         return call.touched.entry is entry
-    return entry.speaker(call.connection) is Speaker.RIGHTFUL
+    return may_overtake and entry.speaker(call.connection) is Speaker.RIGHTFUL
 
 
 def _still_releasing(instance_id: InstanceId) -> str:
@@ -212,7 +243,7 @@ def _still_releasing(instance_id: InstanceId) -> str:
     )
 
 
-def _not_the_speaker(entry: ContextEntry, connection: Connection) -> str:
+def _not_the_speaker(entry: TransferEntry, connection: Connection) -> str:
     return (
         f"instance {render_instance_id(entry.instance_id)} belongs to"
         f" {entry.last_connection.peer.text}, whose connection is open;"

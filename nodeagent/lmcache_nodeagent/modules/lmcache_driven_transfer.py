@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from lmcache_nodeagent.errors import NotRegistered
-from lmcache_nodeagent.events import ContextReplaced, InstanceRegistered, InstanceUnregistered
-from lmcache_nodeagent.ids import render_instance_id
-from lmcache_nodeagent.liveness.targets import InstanceLivenessTarget
-from lmcache_nodeagent.liveness.testimony import Registered
-from lmcache_nodeagent.modules.calls import Pending
 from lmcache_nodeagent.modules.context_entry import ContextEntry, Registration
-from lmcache_nodeagent.modules.context_table import ContextTable, Installed
+from lmcache_nodeagent.modules.instance_holder import HolderParts, InstanceHolder
 from lmcache_nodeagent.modules.layouts import layout_id
 from lmcache_nodeagent.storage.objects import kv_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from lmcache_nodeagent.clock import Now
-    from lmcache_nodeagent.contexts.base import ContextOpener, WorkerContext
-    from lmcache_nodeagent.events import Publish
+    from lmcache_nodeagent.contexts.base import ContextOpener
     from lmcache_nodeagent.ids import InstanceId
-    from lmcache_nodeagent.liveness.evidence import Connection
-    from lmcache_nodeagent.liveness.reaped_lately import ReapedLately
-    from lmcache_nodeagent.liveness.release import Releaser
-    from lmcache_nodeagent.liveness.targets import Decide, ReapableEntry, Touched
-    from lmcache_nodeagent.modules.absent_pings import AbsentPings
-    from lmcache_nodeagent.modules.calls import Call
+    from lmcache_nodeagent.modules.calls import Call, Pending
     from lmcache_nodeagent.modules.chunk_copies import ChunkCopies
-    from lmcache_nodeagent.modules.layouts import LayoutRegistry
     from lmcache_nodeagent.protocol.messages import (
         BlockIds,
         CacheKey,
@@ -46,38 +32,16 @@ _NOTHING_OUTSTANDING = b""
 Transferred = tuple[bytes, bool]
 
 
-class LMCacheDrivenTransferModule(InstanceLivenessTarget):
-    """Serves register_kv_cache, unregister_kv_cache, store and retrieve.
-
-    Registrations run on `sync`, transfers on `transfer-<n>`; liveness is asked from the router and
-    the reaper. All of them meet in the table, whose lock is a leaf and is never held over a copy.
-    """
+class LMCacheDrivenTransferModule(InstanceHolder[ContextEntry]):
+    """Serves register_kv_cache, unregister_kv_cache, store and retrieve."""
 
     def __init__(
-        self,
-        opener: ContextOpener,
-        copies: ChunkCopies,
-        layouts: LayoutRegistry,
-        releaser: Releaser,
-        absent_pings: AbsentPings,
-        chunk_tokens: int,
-        reaped_lately: ReapedLately,
-        numbers: Iterator[int],
-        publish: Publish,
-        now: Now,
-        wall: Now,
+        self, parts: HolderParts, opener: ContextOpener, copies: ChunkCopies, chunk_tokens: int
     ) -> None:
+        super().__init__(parts)
         self._opener = opener
         self._copies = copies
-        self._layouts = layouts
-        self._releaser = releaser
-        self._absent_pings = absent_pings
         self._chunk_tokens = chunk_tokens
-        self._publish = publish
-        self._reaped_lately = reaped_lately
-        self._now = now
-        self._wall = wall
-        self._table = ContextTable(numbers)
 
     def handlers(self) -> Mapping[str, Callable[..., object]]:
         """Return the handlers by operation name."""
@@ -115,63 +79,26 @@ class LMCacheDrivenTransferModule(InstanceLivenessTarget):
             instance_id, tensors, model, world_size, engine_type, hints, groups
         )
         context = self._opener(tensors, hints, groups, self._chunk_tokens)
-        installed = self._install(call.connection, registration, context)
-        if installed is None:
-            return
-        entry = installed.entry
-        entry.ping_intervals.extend(self._absent_pings.registered(instance_id))
-        if installed.replaced is not None:
-            self._give_way(installed.replaced, call.connection.peer.text)
-        self._publish(
-            InstanceRegistered(
-                instance_id=instance_id,
-                model=model,
-                peer=call.connection.peer.text,
-                mapped_bytes=entry.nbytes,
-                replaced=installed.replaced is not None,
-            )
-        )
-
-    def _install(
-        self, connection: Connection, registration: Registration, context: WorkerContext
-    ) -> Installed | None:
-        """Put a context into force; None, and closed, if the one in force is the same.
-
-        The layout is counted in first: as soon as the entry can be seen, it can be reaped.
-        """
-        now = self._now()
+        now = self._parts.now()
         entry = ContextEntry(
-            instance_id=registration.instance_id,
-            engine_type=registration.engine_type,
+            instance_id=instance_id,
+            engine_type=engine_type,
             registered_at=now,
-            registered=Registered(at=self._wall()),
+            registered=self._registered_now(),
             last_seen=now,
-            last_ping_at=self._absent_pings.last_ping_at(registration.instance_id),
-            registrant=connection,
+            last_ping_at=self._parts.absent_pings.last_ping_at(instance_id),
+            registrant=call.connection,
             registration=registration,
             context=context,
             layout_identity=layout_id(context.layout),
         )
-        self._layouts.add(entry.model, entry.world_size, entry.layout_identity)
         try:
-            installed = self._table.install(entry, now)
+            fresh = self._install(entry, now).fresh
         except BaseException:
-            self._let_go(entry)
             context.close()
             raise
-        self._reaped_lately.registered(entry.instance_id)
-        if installed.fresh:
-            return installed
-        self._let_go(entry)
-        context.close()
-        self._absent_pings.registered(entry.instance_id)
-        return None
-
-    def _give_way(self, replaced: ContextEntry, peer: str) -> None:
-        self._let_go(replaced)
-        self._releaser.start(replaced)
-        earlier_peer = replaced.registrant.peer.text
-        self._publish(ContextReplaced(replaced.instance_id, replaced.model, earlier_peer, peer))
+        if not fresh:
+            context.close()
 
     def unregister_kv_cache(self, call: Call, instance_id: InstanceId) -> Pending | None:
         """Release a worker that says goodbye; answered once its memory is unmapped, or is slow.
@@ -181,14 +108,7 @@ class LMCacheDrivenTransferModule(InstanceLivenessTarget):
         Raises:
             NotTheSpeaker: another connection registered the id since, and is open.
         """
-        entry = self._table.take_out(instance_id, call.connection)
-        if entry is None:
-            return None
-        self._let_go(entry)
-        done = Pending()
-        self._releaser.start(entry, on_answer=lambda: done.settle(None))
-        self._publish(InstanceUnregistered(instance_id, entry.model, call.connection.peer.text))
-        return done
+        return self._goodbye(call, instance_id)
 
     def store(
         self,
@@ -208,7 +128,7 @@ class LMCacheDrivenTransferModule(InstanceLivenessTarget):
             MalformedRequest, LayoutError: the range or the block ids do not fit.
         """
         del event  # on CPU the client's event is a constant
-        with self._using(call, instance_id, key) as entry:
+        with self._using(call, instance_id, key.worker_id) as entry:
             return _NOTHING_OUTSTANDING, self._copies.store(entry, key, block_ids)
 
     def retrieve(
@@ -232,59 +152,9 @@ class LMCacheDrivenTransferModule(InstanceLivenessTarget):
         del event
         peer = call.connection.peer.identity
         try:
-            with self._using(call, instance_id, key) as entry:
+            with self._using(call, instance_id, key.worker_id) as entry:
                 done = self._copies.retrieve(entry, key, block_ids, skip_first_n_tokens, peer)
                 return _NOTHING_OUTSTANDING, done
         except NotRegistered:
             self._copies.give_back_share(key, peer)
             raise
-
-    @contextmanager
-    def _using(self, call: Call, instance_id: InstanceId, key: CacheKey) -> Iterator[ContextEntry]:
-        entry = self._table.begin_use(instance_id, key.worker_id or 0, call)
-        if entry is None:
-            raise NotRegistered(
-                f"instance {render_instance_id(instance_id)} is not registered;"
-                " the worker registers again at a heartbeat that is answered false"
-            )
-        try:
-            yield entry
-        finally:
-            self._table.end_use(entry)
-
-    def touch_instance(
-        self, instance_id: InstanceId, connection: Connection, *, ping: bool
-    ) -> Touched:
-        """Refresh an entry. Thread: zmq-router."""
-        return self._table.touch(instance_id, connection, self._now(), ping=ping)
-
-    def reap_stale_instances(self, decide: Decide) -> Sequence[ReapableEntry]:
-        """Take out the condemned; the reaper releases them. Thread: reaper."""
-        condemned = self._table.condemn(decide)
-        for entry in condemned:
-            self._let_go(entry)
-        return condemned
-
-    def visit_entries(self, visit: Callable[[ReapableEntry], None]) -> None:
-        """Show every entry to `visit` under the lock."""
-        self._table.visit(visit)
-
-    def visit_entry(self, instance_id: InstanceId, visit: Callable[[ReapableEntry], None]) -> bool:
-        """Show one entry to `visit` under the lock."""
-        return self._table.visit_one(instance_id, visit)
-
-    def tracked_instance_count(self) -> int:
-        """Count the registered instances."""
-        return len(self._table)
-
-    def drop_instance_state(self, instance_id: InstanceId) -> None:
-        """Note the end of a release: the id may register again."""
-        self._table.left(instance_id)
-
-    def context_entries_snapshot(self) -> Sequence[ContextEntry]:
-        """Return the entries of one moment."""
-        return self._table.entries()
-
-    def _let_go(self, entry: ContextEntry) -> None:
-        """Undo what a registration shares with others of its model."""
-        self._layouts.remove(entry.model, entry.world_size, entry.layout_identity)
