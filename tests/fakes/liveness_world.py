@@ -17,20 +17,23 @@ from lmcache_nodeagent.liveness.evidence import (
     CloseKind,
     Connection,
     ConnectionLedger,
-    Link,
     Peer,
 )
 from lmcache_nodeagent.liveness.journal import Journal
+from lmcache_nodeagent.liveness.operator_word import OperatorWord
+from lmcache_nodeagent.liveness.policy import PROOFS
 from lmcache_nodeagent.liveness.reaped_lately import ReapedLately
 from lmcache_nodeagent.liveness.reaper import Reaper
 from lmcache_nodeagent.liveness.release import Releaser
 from lmcache_nodeagent.liveness.stalls import STALL_SECONDS, Stalls
+from lmcache_nodeagent.liveness.testimony import Registered
 from lmcache_nodeagent.liveness.windows import (
     LivenessSettings,
     hint_window_seconds,
     silence_window_seconds,
 )
 from tests.fakes.liveness_parts import FakeClock, FakeEntry, FakeRouter, FakeTarget
+from tests.fakes.liveness_processes import Pipe, Worker
 
 ROUNDING_SECONDS = 1e-6  # 1030.1 - 1000.1 is less than 30
 GRANULARITY_SECONDS = 0.5
@@ -38,43 +41,6 @@ GRANULARITY_SECONDS = 0.5
 
 _POLL_SECONDS = 0.5
 """A stalled router notices it from the moment its poll should have returned."""
-
-
-@dataclass(eq=False)
-class Pipe:
-    """A connection as it is, whatever the agent knows of it."""
-
-    address: str
-    next_uid: int
-    descriptor: int
-    is_open: bool = True
-    ended: bool = False  # the router has read its end
-    opened_at: float = 0.0
-    closed_at: float = -1.0
-    tells: bool = False  # has said something that a worker come back would not
-    link: Link | None = None
-    connection: Connection | None = None
-
-
-@dataclass(eq=False)
-class Worker:
-    """A worker process. `interval` None: it never pings."""
-
-    instance_id: InstanceId
-    address: str
-    interval: float | None
-    pipe: Pipe
-    entry: FakeEntry | None = None
-    next_uid: int = 0
-    alive: bool = True
-    frozen: bool = False
-    last_sent: float = 0.0
-    down_since: float = 0.0
-    unsent: bool = False
-
-    def __repr__(self) -> str:
-        """Be short: a failing example shows many."""
-        return f"<worker {self.instance_id} at {self.address}>"
 
 
 @dataclass
@@ -87,6 +53,8 @@ class World:
     strangers: list[Pipe] = field(default_factory=list)
     pipes: list[Pipe] = field(default_factory=list)
     reaped: list[Worker] = field(default_factory=list)
+    ended: list[Worker] = field(default_factory=list)  # all whose process has ended
+    clock_offset: float = 1_800_000_000.25
 
     def __post_init__(self) -> None:
         """Build the agent's parts."""
@@ -100,22 +68,34 @@ class World:
             30.0,
             self._wake,
         )
+        self.journal = Journal("boot")
+        self.word = OperatorWord(
+            "boot",
+            [self.target],
+            lambda: self.settings,
+            self.stalls,
+            self._wake,
+            discard,
+            self.now,
+            self.wall,
+        )
         self.reaper = Reaper(
             [self.target],
             self.ledger,
             self.stalls,
             lambda: self.settings,
             releaser,
-            Journal("boot"),
+            self.journal,
             ReapedLately(),
             discard,
             self.now,
             lambda _: None,
         )
         self.reaper.watch(self.router)
-        self._numbers = count(1)
+        self._numbers, self._serials = count(1), count(1)
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._next_scan = self.now()
+        self._clock_set_at = -1e9
         self._asleep_until = self._stalled_until = 0.0
         self._stalled_from = self._last_disturbance = 0.0
         self._disturbed_seconds = 0.0
@@ -124,10 +104,31 @@ class World:
 
     # What happens
 
-    def start_worker(self, address: str, interval: float | None) -> Worker:
+    def wall(self) -> float:
+        """Tell the time by the node's clock, which is the kubelet's."""
+        return self.now() + self.clock_offset
+
+    def set_clock(self, seconds: float) -> None:
+        """Set the node's clock."""
+        self.clock_offset += seconds
+        self._clock_set_at = self.now()
+
+    def start_worker(
+        self,
+        address: str,
+        interval: float | None,
+        instance_id: InstanceId | None = None,
+        container: str = "",
+    ) -> Worker:
         """Start a worker: it connects, registers, and pings from then on, or never."""
         number = next(self._numbers)
-        worker = Worker(InstanceId(number), address, interval, self._connect(address, 0))
+        worker = Worker(
+            instance_id or InstanceId(number),
+            address,
+            interval,
+            self._connect(address, 0),
+            container or f"c{number}",
+        )
         worker.last_sent = self.now()
         self.workers.append(worker)
         pipe = worker.pipe
@@ -140,8 +141,17 @@ class World:
     def kill(self, worker: Worker) -> None:
         """End a process: the kernel closes its connection."""
         worker.alive = False
+        worker.killed_at, worker.finished_at = self.now(), float(int(self.wall()))
+        self.ended.append(worker)
         self._close(worker.pipe)
         worker.down_since = worker.down_since or self.now()
+
+    def restart(self, earlier: Worker, *, same_id: bool) -> Worker:
+        """Run a container again whose process has ended a second or more ago."""
+        ends = (w.killed_at for w in self.ended if w.container == earlier.container)
+        assert self.now() >= max(ends) + 1.0, "kubelet, runtime and interpreter take longer"
+        instance_id = earlier.instance_id if same_id else None
+        return self.start_worker(earlier.address, earlier.interval, instance_id, earlier.container)
 
     def drop(self, worker: Worker, back_after: float) -> None:
         """Cut a connection; a living worker is back after a while."""
@@ -218,7 +228,21 @@ class World:
             assert worker.entry.has_liveness_signal, f"idle and alive, but reaped: {worker}"
             silent = self.now() - worker.last_sent
             window = silence_window_seconds(worker.entry, self.settings)
+            if (reason := self._reason(worker)) == "pod_hint":
+                window = hint_window_seconds(worker.entry, self.settings)
+                told_at = min(hint.received_at for hint in worker.entry.hints)
+                assert self.now() - told_at >= window - ROUNDING_SECONDS
+            assert reason not in PROOFS, f"alive, whatever was proven: {worker}"
             assert silent >= window - ROUNDING_SECONDS, f"silent for {silent} s only: {worker}"
+
+    def _reason(self, worker: Worker) -> str:
+        """Why the agent reaped a worker."""
+        serial = worker.entry.registered.serial if worker.entry else 0
+        return next(
+            numbered.entry.reason
+            for numbered in self.journal.unacknowledged()
+            if numbered.entry.subject.registered.serial == serial
+        )
 
     def _check_kept(self, worker: Worker, entry: FakeEntry) -> None:
         """The dead go when their window ends, unless somebody might be them, come back."""
@@ -230,6 +254,7 @@ class World:
             latest += silence_window_seconds(entry, settings)
             brake = settings.reap_timeout_seconds
             assert now < latest + brake + GRANULARITY_SECONDS, f"kept beyond silence: {worker}"
+        self._check_proven(worker)
         later = [p for p in self.pipes if p is not worker.pipe and self._might_be(p, entry)]
         if any(pipe.is_open for pipe in later):
             return
@@ -238,6 +263,14 @@ class World:
         )
         window = max(settings.close_confirm_seconds, hint_window_seconds(entry, settings))
         assert now < quiet + window + GRANULARITY_SECONDS, f"kept beyond its close: {worker}"
+
+    def _check_proven(self, worker: Worker) -> None:
+        """Whose end the kubelet has reported goes at once, if nothing was late meanwhile."""
+        if worker.proven_at is None or worker.entry is None:
+            return
+        clock_is_set = self._clock_set_at + 3600.0 > worker.killed_at - 1.0
+        if not clock_is_set and self._last_disturbance < worker.killed_at:
+            assert self.now() < worker.proven_at + GRANULARITY_SECONDS, f"kept: {worker}"
 
     def _might_be(self, pipe: Pipe, entry: FakeEntry) -> bool:
         """A connection newer than the one the instance was last heard on that gave nothing away."""
@@ -339,11 +372,14 @@ class World:
             instance_id=worker.instance_id,
             engine_type="vllm",
             registered_at=self.now(),
+            registered=Registered(next(self._serials), self.wall()),
             last_seen=self.now(),
             registrant=pipe.connection,
         )
         if worker.interval is not None and 3 * worker.interval > self.settings.reap_timeout_seconds:
             worker.entry.ping_intervals = [worker.interval]  # known from before
+        for earlier in [w for w in self.workers if w is not worker and _share_id(w, worker)]:
+            self.workers.remove(earlier)  # its context gives way to this one
         self.target.add(worker.entry)
 
     def _heartbeat(self, worker: Worker, interval: float) -> None:
@@ -384,3 +420,7 @@ class World:
     def living(self) -> Iterator[Worker]:
         """Workers whose process runs and whose connection is up."""
         return (worker for worker in self.workers if worker.alive and worker.pipe.is_open)
+
+
+def _share_id(earlier: Worker, later: Worker) -> bool:
+    return earlier.instance_id == later.instance_id and earlier.entry is not None

@@ -250,6 +250,9 @@ def test_overlapping_stalls_count_once() -> None:
     assert stalls.delay_since(0.0) == 20.0
     assert stalls.delay_since(25.0) == 5.0
     assert stalls.delay_since(30.0) == 0.0
+    assert stalls.delay_between(0.0, 15.0) == 5.0
+    assert stalls.delay_between(12.0, 100.0) == 18.0
+    assert stalls.delay_between(31.0, 100.0) == 0.0
     assert stalls.any_since(29.9)
     assert not stalls.any_since(30.0)
 
@@ -287,6 +290,7 @@ def test_a_holder_overrides_only_what_applies_to_it() -> None:
     assert holder.reap_stale_instances(lambda _: True) == ()
     assert holder.tracked_instance_count() == 0
     holder.visit_entries(lambda _: pytest.fail("nobody is here"))
+    assert not holder.visit_entry(InstanceId(1), lambda _: pytest.fail("nobody is here"))
     holder.drop_instance_state(InstanceId(1))
 
 

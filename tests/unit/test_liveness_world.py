@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from lmcache_nodeagent.liveness.windows import LivenessSettings
-from tests.fakes.liveness_world import Worker, World
+from tests.fakes.liveness_kubelet import Kubelet
+from tests.fakes.liveness_processes import Worker
+from tests.fakes.liveness_world import World
 
 ADDRESSES = st.sampled_from(["10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4", "10.0.0.5"])
 INTERVALS = st.sampled_from([None, 10.0, 60.0])
@@ -26,6 +28,7 @@ class NodeMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.world = World(LivenessSettings())
+        self.kubelet = Kubelet(self.world)
 
     @initialize(timeout=st.sampled_from([30.0, 120.0]), mode=st.sampled_from(["on", "on", "off"]))
     def configure(self, timeout: float, mode: str) -> None:
@@ -33,6 +36,7 @@ class NodeMachine(RuleBasedStateMachine):
         self.world = World(
             LivenessSettings(reap_timeout_seconds=timeout, enforce=mode == "on"),
         )
+        self.kubelet = Kubelet(self.world)
 
     def pick(self, data: st.DataObject) -> Worker:
         """One of the workers that are up."""
@@ -109,6 +113,78 @@ class NodeMachine(RuleBasedStateMachine):
     def pass_time(self, seconds: float) -> None:
         """Nothing happens but pings."""
         self.world.run(seconds)
+
+    # What kubelet and operator say
+
+    def someone_is_registered(self) -> bool:
+        """Whether there is one."""
+        return bool(self.registered())
+
+    def a_run_has_ended(self) -> bool:
+        """Whether there is one of a registered worker."""
+        return bool(self.ended_runs())
+
+    def registered(self) -> list[Worker]:
+        """Workers, dead or alive, that the agent knows."""
+        return [worker for worker in self.world.workers if worker.entry is not None]
+
+    def ended_runs(self) -> list[Worker]:
+        """Those of them whose process has ended."""
+        return [worker for worker in self.registered() if not worker.alive]
+
+    @precondition(a_run_has_ended)
+    @rule(data=st.data())
+    def prove(self, data: st.DataObject) -> None:
+        """The kubelet has reported the end of a run."""
+        self.kubelet.prove(data.draw(st.sampled_from(self.ended_runs())))
+
+    @precondition(someone_is_registered)
+    @rule(data=st.data())
+    def mistake(self, data: st.DataObject) -> None:
+        """A stale view takes a living worker for a run before it, whose end is reported."""
+        worker = data.draw(st.sampled_from(self.registered()))
+        if runs := self.kubelet.may_take_for(worker):
+            self.kubelet.prove(worker, of=data.draw(st.sampled_from(runs)))
+
+    @precondition(someone_is_registered)
+    @rule(data=st.data())
+    def hint(self, data: st.DataObject) -> None:
+        """A pod is deleted by force; its processes may run on."""
+        self.kubelet.hint(data.draw(st.sampled_from(self.registered())))
+
+    @precondition(someone_lives)
+    @rule(data=st.data(), pause=st.sampled_from([0.0, 8.9, 9.9, 14.9, 15.1, 74.9]))
+    def hint_and_drop(self, data: st.DataObject, pause: float) -> None:
+        """A connection that held an instance breaks when the hint's window is nearly over."""
+        worker = self.pick(data)
+        if worker.entry is None:
+            return
+        self.kubelet.hint(worker)
+        self.world.run(pause)
+        if worker in self.world.living():
+            self.world.drop(worker, LOST_SYNS_SECONDS)
+
+    @precondition(lambda self: bool(self.kubelet.said))
+    @rule(data=st.data())
+    def repeat(self, data: st.DataObject) -> None:
+        """Anything may be said again, in any order."""
+        self.kubelet.repeat(data.draw(st.sampled_from(self.kubelet.said)))
+
+    @precondition(lambda self: bool(self.world.ended) and len(self.world.workers) < 8)
+    @rule(data=st.data(), same_id=st.booleans())
+    def restart(self, data: st.DataObject, *, same_id: bool) -> None:
+        """A container runs again, maybe with the id that its process had before."""
+        ended = data.draw(st.sampled_from(self.world.ended))
+        up = {w.container for w in self.world.workers if w.alive}
+        if ended.container not in up:
+            ends = (w.killed_at for w in self.world.ended if w.container == ended.container)
+            self.world.run(max(0.0, max(ends) + 1.0 - self.world.now()))
+            self.world.restart(ended, same_id=same_id)
+
+    @rule(seconds=st.sampled_from([-3600.0, -1.5, 1.5, 3600.0]))
+    def set_clock(self, seconds: float) -> None:
+        """Somebody sets the node's clock."""
+        self.world.set_clock(seconds)
 
 
 NodeMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

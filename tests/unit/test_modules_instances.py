@@ -12,8 +12,10 @@ from lmcache_nodeagent.errors import (
     StillReleasing,
 )
 from lmcache_nodeagent.events import InstanceRegistered, InstanceUnregistered
+from lmcache_nodeagent.ids import InstanceId
 from lmcache_nodeagent.liveness.entry import Speaker
 from lmcache_nodeagent.liveness.targets import ReapableEntry
+from lmcache_nodeagent.liveness.testimony import Hint
 from lmcache_nodeagent.modules.calls import Call, Pending
 from lmcache_nodeagent.modules.context_entry import ContextEntry
 from lmcache_nodeagent.modules.context_table import Installed
@@ -293,7 +295,7 @@ def test_a_worker_that_is_reaped_the_moment_it_is_registered_leaves_nothing() ->
     table, reaped = bench.transfer._table, list[ReapableEntry]()
     install = table.install
 
-    def install_and_reap(entry: ContextEntry, now: float) -> Installed:
+    def install_and_reap(entry: ContextEntry, now: float) -> Installed[ContextEntry]:
         installed = install(entry, now)
         reaped.extend(bench.transfer.reap_stale_instances(lambda _: True))
         return installed
@@ -327,3 +329,46 @@ def test_a_transfer_of_somebody_else_that_was_read_before_the_registration_is_re
         bench.transfer.store(
             Call(stranger), engine.key(end=1), engine.instance_id, blocks(0, 1), b""
         )
+
+
+# Registrations are numbered
+
+
+def test_each_registration_has_a_number_and_a_moment_of_its_own() -> None:
+    """Also one with the same content: evidence about the one before is not about this one."""
+    bench = ModuleBench()
+    engine = Engine(bench)
+    first = entry_of(bench).registered
+    bench.wall.advance(60.0)
+    engine.register(by=connection("10.0.0.1"))
+    again = entry_of(bench).registered
+    assert (first.serial, again.serial) == (1, 2)
+    assert again.at == first.at + 60.0
+    Engine(bench, 2)
+    assert {entry.registered.serial for entry in bench.transfer.context_entries_snapshot()} == {
+        2,
+        3,
+    }
+
+
+def test_other_content_gives_up_what_the_operator_said_of_the_old_one() -> None:
+    """Where it ran included."""
+    bench = ModuleBench()
+    engine = Engine(bench)
+    old = entry_of(bench)
+    old.hints.append(Hint("pod_gone", bench.now()))
+    other = kv_tensor("/lmcache_kv_1_1", SHAPE, dtype="float16")
+    engine.register([other])
+    new = entry_of(bench)
+    assert new is not old
+    assert (new.registered.serial, new.registered.pod, new.hints) == (2, None, [])
+
+
+def test_one_entry_can_be_visited_by_its_id() -> None:
+    """Under the table's lock."""
+    bench = ModuleBench()
+    engine = Engine(bench, 7)
+    seen: list[ReapableEntry] = []
+    assert bench.transfer.visit_entry(engine.instance_id, seen.append)
+    assert not bench.transfer.visit_entry(InstanceId(8), seen.append)
+    assert seen == [entry_of(bench)]

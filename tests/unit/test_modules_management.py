@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmcache_nodeagent.events import Event, HintCancelled, UnknownInstanceTold
+from lmcache_nodeagent.events import Event, FalseReap, HintCancelled, UnknownInstanceTold
 from lmcache_nodeagent.ids import InstanceId
 from lmcache_nodeagent.liveness.entry import Speaker
 from lmcache_nodeagent.liveness.evidence import ConnectionLedger
@@ -17,7 +17,7 @@ from lmcache_nodeagent.modules.absent_pings import AbsentPings
 from lmcache_nodeagent.modules.calls import Call, Pending
 from lmcache_nodeagent.modules.management import ManagementFigures, ManagementModule
 from lmcache_nodeagent.protocol.messages import BlockAllocationRecord
-from tests.fakes.liveness_parts import FakeTarget, connection, entry
+from tests.fakes.liveness_parts import FakeTarget, close, connection, entry
 from tests.fakes.module_bench import Engine, ModuleBench
 
 SEVEN = InstanceId(7)
@@ -103,10 +103,61 @@ def test_signs_of_life_find_the_holder_of_the_instance() -> None:
     held.hints.append(Hint("pod_gone", 0.0))
     bench.management.hear(SEVEN, link, ping=False)
     assert bench.told == [HintCancelled(SEVEN, "hint", "pod_gone")]
+    (numbered,) = bench.journal.unacknowledged()
+    cancelled = numbered.entry
+    assert (cancelled.kind, cancelled.reason, cancelled.trigger) == (
+        "cancelled",
+        "hint",
+        "pod_gone",
+    )
+    assert cancelled.evidence == ("pod_gone, then heard",)
     stranger = bench.management.hear(SEVEN, connection("10.0.0.2"), ping=True)
     assert stranger.speaker is Speaker.STRANGER
     unknown = bench.management.hear(InstanceId(9), link, ping=True)
     assert unknown.speaker is Speaker.UNKNOWN_INSTANCE
+
+
+def test_a_connection_that_came_back_is_nothing_for_the_operator() -> None:
+    """Networks cut connections; the operator had no word in it."""
+    bench = Bench()
+    old, new = connection(), connection()
+    held = entry(old, number=7)
+    bench.other.add(held)
+    close(old, bench.now())
+    bench.management.hear(SEVEN, new, ping=True)
+    assert bench.told == [HintCancelled(SEVEN, "close")]
+    assert bench.journal.unacknowledged() == ()
+
+
+def test_a_reaped_worker_that_pings_again_is_reported_once() -> None:
+    """It had been frozen, or was never dead."""
+    bench = Bench()
+    gone = entry(connection(), number=7, at=bench.now() - 120.0)
+    bench.reaped_lately.add(gone, "heartbeat_timeout", bench.now())
+    bench.now.advance(3.0)
+    assert not bench.ping()
+    (false_reap, told) = bench.told
+    assert isinstance(false_reap, FalseReap)
+    assert (false_reap.reason, false_reap.seconds_after_reap) == ("heartbeat_timeout", 3.0)
+    assert isinstance(told, UnknownInstanceTold)
+    (numbered,) = bench.journal.unacknowledged()
+    assert (numbered.entry.kind, numbered.entry.silent_seconds) == ("false_reap", 123.0)
+    assert numbered.entry.evidence == (
+        "reaped 3.0 s ago: heartbeat_timeout",
+        "pinged from 10.0.0.1",
+    )
+    assert bench.ping()
+    assert len(bench.journal.unacknowledged()) == 1
+
+
+def test_an_id_that_registers_anew_is_another_worker() -> None:
+    """What it says later refutes no reap."""
+    bench = Bench()
+    bench.reaped_lately.add(entry(number=7), "connection_closed", bench.now())
+    engine = Engine(bench, 7)
+    engine.unregister()
+    bench.ping()
+    assert bench.journal.unacknowledged() == ()
 
 
 # Small questions

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from lmcache_nodeagent.events import EvidenceTaken
 from lmcache_nodeagent.ids import InstanceId
 from lmcache_nodeagent.liveness.evidence import all_closed
+from lmcache_nodeagent.liveness.kubelet_clock import KubeletClock
 from lmcache_nodeagent.liveness.policy import LATE_SIGN_SECONDS, PROOFS
 from lmcache_nodeagent.liveness.testimony import Hint
 
@@ -30,6 +31,8 @@ NEXT_RUN_SECONDS = 1.0
 """A connection made this much after a run's end, as the kubelet rounds it down, is not that run's.
 Less than a second after an end no worker of the next run is there: the kubelet has to notice, the
 runtime to start a container, an interpreter to start in it."""
+
+_ROUNDING_SECONDS = 0.001
 
 KNOWN_TRIGGERS = frozenset({*PROOFS, "ended_unreported", "pod_gone"})
 """What metrics name; a trigger of a later operator counts as a hint and as `other`."""
@@ -71,7 +74,7 @@ class OperatorWord:
         self._wake_reaper = wake_reaper
         self._publish = publish
         self._now = now
-        self._wall = wall
+        self._clock = KubeletClock(now, wall)
 
     def take_evidence(self, evidence: OperatorEvidence) -> Outcome:
         """Take one piece of evidence; a repeat or a stale one has no effect."""
@@ -106,12 +109,11 @@ class OperatorWord:
     def _apply(self, evidence: OperatorEvidence, entry: ReapableEntry) -> Outcome:
         """Keep it as a hint or as proof. Runs under the target's lock."""
         now, finished_at = self._now(), evidence.finished_at
-        proves = evidence.proof and evidence.trigger in PROOFS and finished_at is not None
-        if not proves or finished_at is None:
+        if not evidence.proof or evidence.trigger not in PROOFS or finished_at is None:
             entry.take_hint(Hint(evidence.trigger, now), evidence.id)
             return Outcome.APPLIED
-        ended_at = min(now, now - (self._wall() - finished_at))
-        if self._came_after(entry, ended_at):
+        ended_at = self._clock.monotonic(finished_at)
+        if ended_at is None or self._came_after(entry, ended_at):
             entry.take_hint(Hint(evidence.trigger, now), evidence.id)
             return Outcome.CONTRADICTED
         refuted_after = ended_at + LATE_SIGN_SECONDS + self._stalls.delay_since(ended_at)
@@ -121,20 +123,22 @@ class OperatorWord:
     def _came_after(self, entry: ReapableEntry, ended_at: float) -> bool:
         """Tell whether the instance was heard, or its registrant connected, after a run's end.
 
-        What was read late because the agent was late says nothing about after.
+        A message that was read late, because the agent was late, may have been sent before it. A
+        connection that was may have been made after it: then this is the next run's worker.
         """
         link = entry.registrant.link
         connected_at = entry.registrant.opened_at if link is None else link.accepted_at
-        lateness = self._stalls.delay_between
-        heard_after = ended_at + LATE_SIGN_SECONDS + lateness(ended_at, entry.last_seen)
-        connected_after = ended_at + NEXT_RUN_SECONDS + lateness(ended_at, connected_at)
-        return entry.last_seen > heard_after or connected_at > connected_after
+        if connected_at >= ended_at + NEXT_RUN_SECONDS - _ROUNDING_SECONDS:
+            return True
+        lateness = self._stalls.delay_between(ended_at, entry.last_seen)
+        return entry.last_seen > ended_at + LATE_SIGN_SECONDS + lateness
 
     def take_mapping(self, instance_id: int, registration: int, pod: PodRun | None) -> bool:
         """Note where a registration runs; `None` takes it back. False if there is no such one.
 
         Evidence about another pod than the one it runs in is void.
         """
+        self._clock.look()
         found: list[bool] = []
 
         def visit(entry: ReapableEntry) -> None:
