@@ -35,9 +35,8 @@ def served(cluster: RealCluster) -> ServedNamespace:
     cluster.kubectl("label", "namespace", NAMESPACE, label)
     example = str(ROOT / "examples" / "lmcacheserver.yaml")
     cluster.kubectl("apply", "--namespace", NAMESPACE, "--filename", example)
-    ready = "--for=condition=Ready"
-    cluster.kubectl("wait", ready, f"lmcs/{SERVER}", "-n", NAMESPACE, "--timeout=120s")
-    print(f"\nserver ready {time.monotonic() - began:.1f} s after kubectl apply")
     namespace = ServedNamespace(cluster, NAMESPACE)
+    namespace.wait_ready(SERVER)
+    print(f"\nserver ready {time.monotonic() - began:.1f} s after kubectl apply")
     namespace.create_engine()
     return namespace

@@ -26,6 +26,7 @@ NODE_ADDRESS = "192.0.2.1"
 
 
 _CGROUPS = Path("/sys/fs/cgroup")
+_UNIFIED = _CGROUPS / "unified"  # of no use beside version 1, but runc makes groups there too
 _UNIFIED_CONTROLLERS = "+cpu +cpuset +memory +pids"
 _CGROUP_SECONDS = 10.0
 
@@ -62,7 +63,7 @@ def run_inside(folder: Path, command: Sequence[str]) -> int:
 
 def _remove_cgroups(name: str) -> None:
     """Remove what a run left, unless something still runs in there."""
-    for root in _cgroup_roots(name):
+    for root in (parent / name for parent in (*_hierarchies(), _UNIFIED)):
         for entry in sorted(root.glob("**/"), key=lambda path: -len(path.parts)):
             deadline = time.monotonic() + _CGROUP_SECONDS
             while _busy(entry) and time.monotonic() < deadline:
@@ -82,7 +83,7 @@ def _busy(cgroup: Path) -> bool:
 def _make_cgroups(name: str) -> None:
     """Make the parent of all pods' control groups; kubelet wants it to be there."""
     _remove_cgroups(name)  # of a run that was killed
-    for root in _cgroup_roots(name):
+    for root in (parent / name for parent in _hierarchies()):
         if (root.parent / "cgroup.subtree_control").exists():
             (root.parent / "cgroup.subtree_control").write_text(_UNIFIED_CONTROLLERS)
         root.mkdir(exist_ok=True)
@@ -91,11 +92,12 @@ def _make_cgroups(name: str) -> None:
                 (root / file).write_text((root.parent / file).read_text())
 
 
-def _cgroup_roots(name: str) -> list[Path]:
+def _hierarchies() -> list[Path]:
+    """Return where control groups are: one place of version 2, or one for each controller."""
     if (_CGROUPS / "cgroup.controllers").exists():
-        return [_CGROUPS / name]
-    hierarchies = {path.resolve() for path in _CGROUPS.iterdir() if path.is_dir()}
-    return [path / name for path in sorted(hierarchies) if path.name != "unified"]
+        return [_CGROUPS]
+    found = {path.resolve() for path in _CGROUPS.iterdir() if path.is_dir()}
+    return sorted(found - {_UNIFIED})
 
 
 def _make_network() -> None:

@@ -6,13 +6,18 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmcache_operator.names import INSTANCE_IDS_ANNOTATION, WORKER_LABEL, connection_config_map
+from lmcache_operator.names import (
+    INSTANCE_IDS_ANNOTATION,
+    WORKER_LABEL,
+    agent_labels,
+    connection_config_map,
+)
 from tests.e2e.kube.agent_view import AgentView
 from tests.e2e.kube.image import PRODUCT_IMAGE
 from tests.e2e.kube.real_cluster import OPERATOR_NAMESPACE, RealCluster
@@ -118,6 +123,11 @@ class ServedNamespace:
         self.cluster = cluster
         self.name = namespace
 
+    def wait_ready(self, server: str) -> None:
+        """Wait until all agents of a server serve."""
+        ready = "--for=condition=Ready"
+        self.cluster.kubectl("wait", ready, f"lmcs/{server}", "-n", self.name, "--timeout=120s")
+
     def create_engine(self) -> None:
         """Put the engine's program where worker pods find it."""
         made = {
@@ -128,13 +138,27 @@ class ServedNamespace:
         }
         self.cluster.kubectl("apply", "-n", self.name, "-f", "-", given=json.dumps(made))
 
+    def connection(self, server: str = SERVER) -> dict[str, str]:
+        """Return what the operator tells workers."""
+        name = connection_config_map(server)
+        (found,) = self.cluster.objects("configmap", name, "-n", self.name)
+        data: dict[str, str] = found["data"]
+        return data
+
     @contextmanager
     def worker(
         self, name: str, *, on_term: str = "ignore", grace_seconds: int = 5
     ) -> Generator[WorkerPod]:
-        """Run a worker pod for the block; afterwards nothing of it is left."""
-        made = json.dumps(_pod(name, on_term, grace_seconds))
-        self.cluster.kubectl("apply", "-n", self.name, "-f", "-", given=made)
+        """Run a worker pod, connected over TCP, for the block; nothing of it is left after it."""
+        made = pod_object(name, on_term=on_term, grace_seconds=grace_seconds)
+        with self.worker_of(made) as pod:
+            yield pod
+
+    @contextmanager
+    def worker_of(self, made: dict[str, Any]) -> Generator[WorkerPod]:
+        """Run a worker pod that is given as an object."""
+        name = made["metadata"]["name"]
+        self.cluster.kubectl("apply", "-n", self.name, "-f", "-", given=json.dumps(made))
         pod = WorkerPod(self.cluster, self.name, name)
         try:
             yield pod
@@ -142,15 +166,16 @@ class ServedNamespace:
             options = ("--ignore-not-found", "--grace-period=1")
             self.cluster.kubectl("delete", "pod", name, "-n", self.name, *options)
 
-    def agent_pod(self) -> dict[str, Any]:
+    def agent_pod(self, server: str = SERVER) -> dict[str, Any]:
         """Return the pod of the node's agent."""
-        selector = f"app.kubernetes.io/instance={SERVER},app.kubernetes.io/name=lmcache-nodeagent"
+        labels = agent_labels(server).items()
+        selector = ",".join(f"{name}={value}" for name, value in labels)
         (pod,) = self.cluster.objects("pods", "-n", self.name, f"--selector={selector}")
         return pod
 
-    def agent_process_id(self) -> int:
+    def agent_process_id(self, server: str = SERVER) -> int:
         """Return the agent's process, as the node sees it."""
-        (status,) = self.agent_pod()["status"]["containerStatuses"]
+        (status,) = self.agent_pod(server)["status"]["containerStatuses"]
         return self.cluster.node.process_id(status["containerID"])
 
     def events(self, reason: str) -> list[dict[str, Any]]:
@@ -193,13 +218,13 @@ class ServedNamespace:
     def _operator_pods(self) -> list[dict[str, Any]]:
         return self.cluster.objects("pods", f"--namespace={OPERATOR_NAMESPACE}")
 
-    def agent(self) -> AgentView:
+    def agent(self, server: str = SERVER) -> AgentView:
         """Look into the agent that runs now."""
-        return AgentView(self.agent_process_id())
+        return AgentView(self.agent_process_id(server))
 
-    def reaped(self, instance_id: str) -> dict[str, Any]:
+    def reaped(self, instance_id: str, server: str = SERVER) -> dict[str, Any]:
         """Wait until an instance was reaped; return what the agent says of it."""
-        agent = self.agent()
+        agent = self.agent(server)
 
         def entry() -> dict[str, Any] | None:
             return next(iter(agent.reaps(instance_id)), None)
@@ -231,8 +256,11 @@ def seconds_until(moment: float, happened: Callable[[], object], what: str) -> f
     return time.time() - moment
 
 
-def _pod(name: str, on_term: str, grace_seconds: int) -> dict[str, Any]:
-    url = {"configMapKeyRef": {"name": connection_config_map(SERVER), "key": "url"}}
+def pod_object(
+    name: str, *, server: str = SERVER, on_term: str = "ignore", grace_seconds: int = 5
+) -> dict[str, Any]:
+    """Return a worker pod that connects over TCP and shares its memory through `/dev/shm`."""
+    url = {"configMapKeyRef": {"name": connection_config_map(server), "key": "url"}}
     container = {
         "name": ENGINE,
         "image": PRODUCT_IMAGE,
@@ -251,7 +279,7 @@ def _pod(name: str, on_term: str, grace_seconds: int) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "Pod",
-        "metadata": {"name": name, "labels": {WORKER_LABEL: SERVER}},
+        "metadata": {"name": name, "labels": {WORKER_LABEL: server}},
         "spec": {
             "containers": [container],
             "terminationGracePeriodSeconds": grace_seconds,
@@ -262,3 +290,19 @@ def _pod(name: str, on_term: str, grace_seconds: int) -> dict[str, Any]:
             ],
         },
     }
+
+
+def over_socket(made: dict[str, Any], connection: Mapping[str, str]) -> dict[str, Any]:
+    """Have a worker pod connect over the Unix socket of its server instead."""
+    mount = connection["unix_socket_mount_folder"]
+    (container,) = made["spec"]["containers"]
+    path = f"ipc://{mount}/agent.sock"
+    assert path in connection["kv_transfer_config_unix_socket"]
+    container["env"] = [
+        {"name": "URL", "value": path},
+        *(variable for variable in container["env"] if variable["name"] != "URL"),
+    ]
+    container["volumeMounts"].append({"name": "socket", "mountPath": mount})
+    folder = {"path": connection["unix_socket_host_folder"], "type": "Directory"}
+    made["spec"]["volumes"].append({"name": "socket", "hostPath": folder})
+    return made
