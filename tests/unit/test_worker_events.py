@@ -406,6 +406,56 @@ class TestOverOperators:
         assert len(world.cluster.events) == 30
         assert world.flow.summary(SERVER).reaps_total == 15
 
+    @pytest.mark.parametrize("stored", [False, True])
+    @in_virtual_time
+    async def test_the_total_is_not_known_yet(self, stored: bool) -> None:  # noqa: FBT001
+        """An Event from before is counted once it is known whether it was counted before."""
+        world, agent = await started()
+        agent.write(entry(1, happened_at=BEGAN + 1))
+        await asyncio.sleep(0.2)
+        assert len(world.cluster.events) == 2
+        if stored:
+            await asyncio.sleep(0.2)
+        await world.stop_operator()
+        busy = ApiError(429, "TooManyRequests", "later")
+        world.cluster.refusal = lambda obj: busy if obj == {} else None
+        await world.start_operator()
+        agent.write(entry(2, happened_at=BEGAN + 2))
+        await world.settle(seconds=20)
+        assert world.flow.summary(SERVER).reaps_total is None
+        assert agent.acknowledged == 0
+        world.cluster.refusal = lambda _: None
+        await world.settle(seconds=35)
+        assert world.flow.summary(SERVER).reaps_total == 2
+        assert agent.acknowledged == 2
+
+    @in_virtual_time
+    async def test_a_reap_is_repeated_before_it_is_stored(self) -> None:
+        """By a new stream of the same agent: it is the same reap."""
+        world, agent = await started()
+        agent.write(REAPED)
+        await asyncio.sleep(0.1)
+        agent.connect(world.registry)
+        await asyncio.sleep(0.1)
+        assert agent.acknowledged == 0
+        await world.settle(seconds=2)
+        assert world.flow.summary(SERVER).reaps_total == 1
+        assert agent.acknowledged == 1
+
+    @in_virtual_time
+    async def test_the_server_goes_while_a_reap_is_not_stored(self) -> None:
+        """Nothing is left of it, and the next one begins at nought."""
+        world, agent = await started()
+        agent.write(REAPED)
+        await asyncio.sleep(0.1)
+        world.remove()
+        await world.settle(seconds=2)
+        assert world.flow._totals._reaps == {}
+        assert world.flow._totals._counted_to == {}
+        agent.write(entry(2))
+        await world.settle(seconds=2)
+        assert agent.acknowledged == 2
+
     @in_virtual_time
     async def test_a_reap_that_no_status_will_show(self) -> None:
         """It is acknowledged in the end: the status may be broken, its Events are there."""

@@ -68,6 +68,33 @@ class TestProof:
         (found,) = judge(pod(engine(running(1501), last=last)))
         assert (found.proof, found.run, found.finished_at) == (True, "", 1501)
 
+    def test_a_run_before_those_that_are_reported(self) -> None:
+        """It ended, at the latest, when the first run after it began."""
+        last = terminated(1200, 1300, run="containerd://b")
+        (found,) = judge(pod(engine(running(1501), last=last, run="containerd://c")))
+        assert (found.proof, found.run, found.finished_at) == (True, "", 1200)
+
+    def test_a_lost_run_before_one_that_is_reported(self) -> None:
+        """Nobody saw the first end; the second began after it."""
+        state = terminated(1200, 1300, run="containerd://b")
+        (found,) = judge(pod(engine(state, last=LOST)))
+        assert (found.proof, found.run, found.finished_at) == (True, "", 1200)
+
+    def test_runs_within_a_second_are_told_apart_by_their_ids(self) -> None:
+        """The kubelet's times are whole seconds; the run was known when it was mapped."""
+        last = terminated(BEGAN, BEGAN + 0.6, run="containerd://a")
+        document = pod(engine(running(BEGAN + 0.8), last=last, run="containerd://b"))
+        old = Instance(7, "uid-1", "engine", BEGAN + 0.3, "containerd://a", BEGAN)
+        new = Instance(8, "uid-1", "engine", BEGAN + 0.9, "containerd://b", BEGAN)
+        assert [(each.instance_id, each.proof) for each in judge(document, old, new)] == [(7, True)]
+
+    def test_a_lost_run_that_is_known_by_its_id(self) -> None:
+        """Its end was not seen, whoever came after it in that second."""
+        state = {**LOST["terminated"], "containerID": "containerd://a", "finishedAt": None}
+        known = Instance(7, "uid-1", "engine", BEGAN + 10, "containerd://a", BEGAN)
+        (found,) = judge(pod(engine({"terminated": state})), known)
+        assert (found.trigger, found.proof) == (Trigger.ENDED_UNREPORTED, False)
+
     def test_a_container_that_waits_to_restart(self) -> None:
         """Its last run is in the last state."""
         (found,) = judge(pod(engine(WAITING, last=terminated(BEGAN, ENDED))))
@@ -180,6 +207,14 @@ class TestHints:
         (found,) = judge(document)
         assert (found.trigger, found.proof) == (Trigger.ENDED_UNREPORTED, False)
 
+    def test_another_run_that_began_when_this_one_did(self) -> None:
+        """No kubelet says so; whatever it means, it is no proof."""
+        known = Instance(7, "uid-1", "engine", BEGAN + 10, "containerd://a", BEGAN)
+        (found,) = judge(pod(engine(running(BEGAN), run="containerd://b")), known)
+        assert (found.trigger, found.proof) == (Trigger.ENDED_UNREPORTED, False)
+        assert judge(pod(engine(running(BEGAN), run="containerd://a")), known) == []
+        assert judge(pod(engine(running(BEGAN + 5), run="containerd://b")), known) == []
+
     def test_a_lost_container_spoils_the_proof_for_the_pod(self) -> None:
         """Nobody saw its end; the other's end was seen."""
         document = pod(
@@ -251,6 +286,14 @@ class TestAbsence:
         later = evidence_of_absence(last, None, (instance(),), observed_at=NOW + 86_400)
         assert later is not None
         assert [each.identity for each in later] == [each.identity for each in at_end]
+
+    def test_gone_after_an_end_that_was_another_runs(self) -> None:
+        """The instance registered after that end, so its run is not reported; the pod is gone."""
+        last = read_pod(pod(engine(terminated(BEGAN, ENDED)), containers=("engine", "proxy")))
+        late = instance(ENDED + 10)
+        found = evidence_of_absence(last, None, (late,), observed_at=NOW)
+        assert found is not None
+        assert [(each.trigger, each.proof) for each in found] == [(Trigger.POD_GONE, False)]
 
     def test_a_label_was_edited(self) -> None:
         """The pod is there and runs: it only left the selection."""

@@ -50,6 +50,24 @@ class TestMapping:
         assert agent.evidence == []
 
     @in_virtual_time
+    async def test_it_names_the_pods_owner(self) -> None:
+        """The agent keeps it for the time when the pod is gone, and nobody could say it."""
+        world, agent = await started()
+
+        def adopt(document: Json) -> None:
+            owner = {"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "rs", "uid": "u"}
+            document["metadata"]["ownerReferences"] = [{**owner, "controller": True}]
+
+        world.pods.change("default", "w", adopt)
+        await world.settle()
+        agent.register(7, at=BEGAN)
+        await world.settle()
+        (told,) = agent.mappings
+        assert told.pod is not None
+        assert told.pod.owner is not None
+        assert (told.pod.owner.kind, told.pod.owner.name) == ("ReplicaSet", "rs")
+
+    @in_virtual_time
     async def test_a_registration_comes_before_its_pod_has_an_address(self) -> None:
         """It is mapped as soon as the cluster catches up; until then it is counted."""
         world = FlowWorld()

@@ -45,6 +45,54 @@ class TestByAddress:
         old = pod(container_status("engine", running(900)), uid="uid-0")
         assert map_instance(origin(), pods(old, pod(RUNS))) is Unmapped.SEVERAL
 
+    def test_an_address_is_used_again_and_the_instance_is_older(self) -> None:
+        """Only the old pod ran when it registered, also if it has ended since."""
+        old = container_status("engine", running(900), run="containerd://old")
+        found = map_instance(origin(registered_at=950), pods(pod(old, uid="uid-0"), pod(RUNS)))
+        assert found == Mapping("uid-0", "engine", "containerd://old")
+        ended = pod(container_status("engine", terminated(900, 960)), phase="Failed", uid="uid-0")
+        found = map_instance(origin(registered_at=950), pods(ended, pod(RUNS)))
+        assert found == Mapping("uid-0", "engine", "")
+
+    @pytest.mark.parametrize("phase", ["Pending", "Unknown"])
+    def test_another_pod_has_the_address_and_nothing_is_known_of_its_start(
+        self, phase: str
+    ) -> None:
+        """It may be the owner; unless its kubelet took it over only later."""
+        newer = pod(phase=phase, uid="uid-2")
+        assert map_instance(origin(), pods(pod(RUNS), newer)) is Unmapped.SEVERAL
+        later = pod(phase=phase, uid="uid-2", startTime="1970-01-01T00:16:55Z")
+        found = map_instance(origin(), pods(pod(RUNS), later))
+        assert found == Mapping("uid-1", "engine", "containerd://a")
+
+    def test_an_evicted_pod_is_not_in_the_way(self) -> None:
+        """It keeps its address for days, and nothing is said of when it ran."""
+        evicted = pod(phase="Failed", reason="Evicted", uid="uid-0")
+        assert isinstance(map_instance(origin(), pods(evicted, pod(RUNS))), Mapping)
+        assert map_instance(origin(), pods(evicted)) is Unmapped.NOBODY
+
+    def test_a_running_pod_of_which_no_start_is_reported(self) -> None:
+        """The only one it can be."""
+        bare = pod({"name": "engine", "containerID": "containerd://a"})
+        assert map_instance(origin(), pods(bare)) == Mapping("uid-1", "engine", "")
+
+    def test_a_pod_that_restarted_often(self) -> None:
+        """Its first runs are forgotten; when it was taken over is not."""
+        restarted = pod(
+            container_status("engine", running(1200), last=terminated(1100, 1150)),
+            startTime="1970-01-01T00:16:00Z",
+        )
+        assert map_instance(origin(registered_at=1010), pods(restarted)) == Mapping(
+            "uid-1", "engine", ""
+        )
+
+    @pytest.mark.parametrize("peer", ["", "not an address", "10.1.0.1:5555"])
+    def test_what_is_no_address_has_no_owner(self, peer: str) -> None:
+        """Whatever an agent says."""
+        assert map_instance(origin(peer), pods(pod(RUNS))) is Unmapped.NO_ADDRESS
+        claimed = origin(peer, claimed="uid-1")
+        assert map_instance(claimed, pods(pod(RUNS))) is Unmapped.CLAIM_DISPUTED
+
     def test_host_network(self) -> None:
         """Pods that share their node's address cannot be told apart by it, even one alone."""
         one = pod(RUNS, host_network=True, addresses=("10.0.0.1",))

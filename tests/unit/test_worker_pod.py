@@ -7,7 +7,8 @@ import json
 import pytest
 
 from lmcache_operator.errors import PodError
-from lmcache_operator.workers.pod import Container, Termination, normal_address, read_pod
+from lmcache_operator.names import INSTANCE_IDS_ANNOTATION
+from lmcache_operator.workers.pod import Container, Owner, Termination, normal_address, read_pod
 from tests.fakes.pods import LOST, container_status, pod, running, terminated
 
 
@@ -53,6 +54,45 @@ def test_a_pod_that_nobody_has_scheduled() -> None:
     }
     found = read_pod(bare)
     assert (found.node, found.phase, found.addresses, found.containers) == ("", "", frozenset(), {})
+
+
+def test_what_is_kept_of_the_metadata() -> None:
+    """Our annotation and no other, who controls it, and whether it is being deleted."""
+    document = pod()
+    document["metadata"] |= {
+        "annotations": {"other": "x" * 100_000, INSTANCE_IDS_ANNOTATION: "7,12"},
+        "deletionTimestamp": "2030-01-01T00:00:00Z",
+        "ownerReferences": [
+            {"apiVersion": "v1", "kind": "Node", "name": "n1", "uid": "u1"},
+            {
+                "apiVersion": "apps/v1",
+                "kind": "ReplicaSet",
+                "name": "rs",
+                "uid": "u2",
+                "controller": True,
+            },
+        ],
+    }
+    found = read_pod(document)
+    assert (found.instance_ids, found.deleting) == ("7,12", True)
+    assert found.owner == Owner("apps/v1", "ReplicaSet", "rs", "u2")
+    plain = read_pod(pod())
+    assert (plain.instance_ids, plain.deleting, plain.owner) == (None, False, None)
+
+
+def test_when_the_kubelet_took_it_over() -> None:
+    """By its own word, or else when it was created."""
+    document = pod()
+    assert read_pod(document).acknowledged_at is None
+    document["metadata"]["creationTimestamp"] = "1970-01-01T00:00:05Z"
+    assert read_pod(document).acknowledged_at == 5
+    document["status"]["startTime"] = "1970-01-01T00:00:07Z"
+    assert read_pod(document).acknowledged_at == 7
+
+
+def test_an_address_that_is_none() -> None:
+    """Nobody connects from it, and the others count."""
+    assert read_pod(pod(addresses=("10.1.0.1", "bogus"))).addresses == {"10.1.0.1"}
 
 
 @pytest.mark.parametrize("document", [b"{}", b"nonsense", b'{"metadata": []}', {"spec": 1}])

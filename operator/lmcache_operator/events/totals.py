@@ -109,7 +109,11 @@ class ReapTotals:
     def keep(self, servers: Collection[Involved]) -> None:
         """Forget all other servers."""
         for gone in self._reaps.keys() - set(servers):
-            del self._reaps[gone]
+            reaps = self._reaps.pop(gone)
+            for origin, entry in reaps.undecided:
+                self._on_stored(origin, entry.seq)
+            for each in reaps.unstored:
+                self._on_stored(each.origin, each.seq)
         counted = self._counted_to.items()
         self._counted_to = {each: seq for each, seq in counted if each.server in self._reaps}
 
