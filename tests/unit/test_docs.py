@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -20,6 +21,10 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 AGENT = (ROOT / "docs/agent.md").read_text()
 LIVENESS = (ROOT / "docs/liveness.md").read_text()
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
+
+_CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
+    "contracts"
+]
 
 METRICS = [*(metric.name for metric in SAMPLED), *(metric.name for metric in COUNTED)]
 
@@ -60,6 +65,17 @@ def test_threads_and_tasks_are_those_that_are_made(app: ModuleType) -> None:
     assert made
     tables = re.findall(r"^\|.+\n\|-.+\n((?:\|.+\n)+)", ARCHITECTURE, re.MULTILINE)
     assert made in [_named_rows(table) for table in tables]
+
+
+@pytest.mark.parametrize("contract", ["agent-layers", "operator-layers"])
+def test_layers_are_those_that_are_checked(contract: str) -> None:
+    """In the order of the import contract."""
+    (layers,) = (each["layers"] for each in _CONTRACTS if each["id"] == contract)
+    shown = [re.sub(r"[()]", "", layer) for layer in layers if layer != "(__main__)"]
+    block = ARCHITECTURE.split("```\nagent ")[1].split("```")[0].splitlines()
+    column = 0 if contract == "agent-layers" else block[0].index("operator") + len("agent ")
+    found = [re.split(r" {2,}", line[column:])[0] for line in block[1:]]
+    assert [layer for layer in found if layer] == shown
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
