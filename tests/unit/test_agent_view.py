@@ -128,6 +128,44 @@ def test_an_agent_is_ready_while_it_serves_and_reads() -> None:
         assert (healthy, why) == (False, "the message loop has not come round for 31 s")
 
 
+@pytest.mark.parametrize("action", ["alert", "restart"])
+def test_a_stuck_release_makes_an_agent_unhealthy_if_that_is_asked_for(action: str) -> None:
+    """Whoever runs it starts it again; by default the others' cache is worth more."""
+    bench = Bench(stuck_release=action)
+    engine = Engine(bench, 7)
+    engine.unregister()
+    bench.now.advance(30.0)
+    bench.router.turn_at = bench.now()
+    assert bench.view.healthy()[0]
+    bench.now.advance(1.0)
+    healthy, why = bench.view.healthy()
+    assert healthy is (action == "alert")
+    if not healthy:
+        assert why == "instance 7: its memory is not back after 31 s"
+    bench.threads.run_all()
+    assert bench.view.healthy()[0]
+
+
+def test_the_status_shows_the_settings_in_force_and_what_is_wrong_with_the_newest() -> None:
+    """And that there is no link."""
+    bench = Bench(hints="disabled")
+    shown = bench.liveness()
+    assert (shown["hints"], shown["stuck_release"]) == ("disabled", "alert")
+    assert (shown["settings_file"], shown["settings_problem"]) == ("", "")
+    bench.settings.take(b'{"hints": "enforce", "reap-mode": "observe"}')
+    bench.settings.take(b"{")
+    shown = bench.liveness()
+    assert (shown["hints"], shown["reap_mode"]) == ("enforce", "observe")
+    assert "no JSON" in str(shown["settings_problem"])
+    assert bench.view.status()["operator_link"] == {
+        "configured": False,
+        "url": "",
+        "connected": False,
+        "problem": "",
+        "journal_entries_unacknowledged": 0,
+    }
+
+
 def test_the_status_of_an_agent_without_workers() -> None:
     """Everything is there before anything has happened, and is JSON."""
     bench = Bench()

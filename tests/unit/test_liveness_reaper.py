@@ -12,6 +12,7 @@ from lmcache_nodeagent.events import (
     ReleaseStuck,
 )
 from lmcache_nodeagent.liveness.evidence import CloseKind
+from lmcache_nodeagent.liveness.testimony import Hint, Registered
 from tests.fakes.liveness_parts import (
     close,
     connection,
@@ -250,3 +251,49 @@ def test_verdicts_are_for_people_and_change_nothing() -> None:
     assert verdict.reason is not None
     assert verdict.evidence
     assert bench.ids() == [1]
+
+
+# The journal
+
+
+def test_observing_is_journalled_with_what_would_have_decided() -> None:
+    """The operator makes an Event of it."""
+    bench = ReaperBench(enforce=False)
+    watched = bench.register(1)
+    watched.registered = Registered(3, 5.0)
+    watched.hints.append(Hint("pod_gone", 1000.0))
+    bench.now.advance(15.0)
+    bench.reaper.scan()
+    (numbered,) = bench.journal.unacknowledged()
+    entry = numbered.entry
+    assert (entry.kind, entry.reason, entry.trigger) == ("would_reap", "pod_hint", "pod_gone")
+    assert (entry.subject.registered.serial, entry.silent_seconds) == (3, 15.0)
+    assert (entry.release_seconds, entry.latency_seconds, entry.released_bytes) == (None, None, 0)
+
+
+@pytest.mark.parametrize("released_after", [0.25, 40.0])
+def test_a_release_past_its_deadline_is_journalled_beside_the_reap(released_after: float) -> None:
+    """Memory that is not back is news of its own."""
+    bench = ReaperBench()
+    bench.register(1)
+    bench.now.advance(T)
+    bench.reaper.scan()
+    bench.now.advance(released_after)
+    bench.reaper.scan()
+    bench.threads.run_all()
+    kinds = [numbered.entry.kind for numbered in bench.journal.unacknowledged()]
+    assert kinds == (["reaped"] if released_after < 30 else ["reaped", "stuck_release"])
+    (reaped, *_) = bench.journal.unacknowledged()
+    latency = reaped.entry.latency_seconds
+    assert latency == (T + released_after if released_after < 30 else None)
+
+
+def test_who_was_reaped_is_remembered_for_a_while() -> None:
+    """In case it is heard again."""
+    bench = ReaperBench()
+    gone = bench.register(1)
+    bench.now.advance(T)
+    bench.reaper.scan()
+    heard = bench.reaped_lately.heard(gone.instance_id, gone.registrant, bench.now())
+    assert heard is not None
+    assert heard.reason == "heartbeat_timeout"

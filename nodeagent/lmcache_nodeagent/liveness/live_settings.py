@@ -68,9 +68,11 @@ class LiveSettings:
 
     def check(self) -> None:
         """Look at the file, and put what it says into force if it has changed."""
-        if self._path is None:
-            return
-        content = _content(self._path)
+        if self._path is not None:
+            self.take(_content(self._path))
+
+    def take(self, content: bytes | str | None) -> None:
+        """Put what a file has into force, if it is new: a text says why it cannot be read."""
         if content == self._seen:
             return
         self._seen = content
