@@ -280,6 +280,12 @@ class Story:
         assert not any(left), left
         return reaps
 
+    def wait_registered(self, *instance_ids: int, node: StoryNode | None = None) -> None:
+        """Wait until the agent knows these, as after its restart."""
+        agent = (node or self.node).agent
+        wanted = set(instance_ids)
+        poll_until(lambda: wanted <= set(agent.instances()), SOON_SECONDS, f"{wanted} registered")
+
     def wait_rhythm(self, *instance_ids: int, node: StoryNode | None = None) -> None:
         """Wait until the agent knows how often these ping: hints are confirmed by that as well."""
         agent = (node or self.node).agent
