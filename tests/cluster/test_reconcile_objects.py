@@ -218,6 +218,30 @@ def test_nothing_is_written_by_the_framework(served: World) -> None:
 
 
 @pytest.mark.usefixtures("operator")
+def test_pods_are_not_written_to_without_need(world: World) -> None:
+    """Case 45: neither those of others nor workers that have not registered; they go at once."""
+    path = f"/api/v1/namespaces/{world.namespace}/pods"
+    spec = {"containers": [{"name": "engine", "image": "none"}]}
+    for name, labels in (("worker", {"lmcache-kube.dev/server": "kv"}), ("other", {"a": "b"})):
+        big = {"note": "x" * 250_000}
+        pod = {"metadata": {"name": name, "labels": labels, "annotations": big}, "spec": spec}
+        assert world.api.request("POST", path, pod).ok
+    # 200 KiB of environment: no copy of the spec is kept anywhere.
+    env = [{"name": f"V{number}", "value": "y" * 4000} for number in range(50)]
+    world.apply(env=env)
+    world.wait("DaemonSet", "kv")
+    world.wait_condition("Ready", "False", "NoNodesMatch")
+    for name in ("worker", "other"):
+        metadata = world.wait("Pod", name)["metadata"]
+        assert "finalizers" not in metadata
+        assert set(metadata["annotations"]) == {"note"}
+        managers = {entry["manager"] for entry in metadata["managedFields"]}
+        assert not any("lmcache" in manager or "kopf" in manager for manager in managers)
+        assert world.api.request("DELETE", f"{path}/{name}?gracePeriodSeconds=0").ok
+        world.wait_gone("Pod", name)
+
+
+@pytest.mark.usefixtures("operator")
 def test_somebody_elses_object_is_left_alone(world: World) -> None:
     """A Service of the name that we would use is not taken over; the condition says what to do."""
     theirs = {"metadata": {"name": "kv"}, "spec": {"ports": [{"port": 80}], "selector": {"a": "b"}}}

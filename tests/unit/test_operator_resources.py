@@ -177,6 +177,14 @@ def test_quantities_that_are_written_read_the_same(size: int) -> None:
     assert whole_units(quantity_text(size)) == size
 
 
+@pytest.mark.parametrize("size", ["1536Mi", 1610612736, "1610612736", "1610612736000m"])
+def test_sizes_that_mean_the_same_make_the_same_pods(size: object) -> None:
+    """Case 63: however the quantity is written."""
+    assert pod_of(read_spec({"cache": {"size": size}})) == pod_of(
+        read_spec({"cache": {"size": "1.5Gi"}})
+    )
+
+
 def test_without_sharing_the_cache_is_the_pods_own_memory() -> None:
     """Sized, so that it can hold the cache and no more than a little else."""
     shm = mounted(spec_with())["/dev/shm"]["emptyDir"]
