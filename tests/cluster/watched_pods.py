@@ -17,6 +17,7 @@ from lmcache_operator.workers.pods import KubernetesPods, PodWatch
 from lmcache_operator.workers.selection import Selection
 
 _PATIENCE_SECONDS = 10.0
+_CLOSING_SECONDS = 0.2  # TLS connections end some turns of the loop after they are closed
 
 _T = TypeVar("_T")
 
@@ -47,6 +48,7 @@ class LoopThread:
             self._task = self._loop.create_task(self.main(self._begun.set))
             with suppress(asyncio.CancelledError):
                 runner.run(_outcome(self._task))
+            runner.run(asyncio.sleep(_CLOSING_SECONDS))
 
     def __enter__(self) -> Self:
         self._thread.start()
