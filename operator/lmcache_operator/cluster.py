@@ -209,10 +209,10 @@ class Cluster:
             return await self.request("PATCH", path, query=query, body=body, content=MERGE_PATCH)
         except NotFound:
             return None
-        except Conflict:
-            if not uid:
-                raise
-            return None  # another one has its name
+        except ApiError as error:
+            if uid and _is_about_uid(error):
+                return None  # another one has its name
+            raise
 
     async def token_review(self, token: str, audiences: Sequence[str]) -> TokenReviewResult:
         """Ask whose a token is."""
@@ -304,6 +304,12 @@ class Cluster:
             body=obj,
             content=APPLY_PATCH,
         )
+
+
+def _is_about_uid(error: ApiError) -> bool:
+    """Tell whether a write was meant for another object of the name."""
+    refused = error.status in {HTTPStatus.CONFLICT, HTTPStatus.UNPROCESSABLE_ENTITY}
+    return refused and ("metadata.uid" in error.message or "UID in precondition" in error.message)
 
 
 def _place(obj: KubeObject) -> tuple[Kind, str | None, str]:
