@@ -253,3 +253,15 @@ def test_a_namespace_that_we_may_not_read(
         may_read_pods(api, closed, user)
         poll_until(lambda: watched.uids() == {pod.uid, hidden.uid}, 2 * SOON, "the hidden one")
     api.request("DELETE", f"/api/v1/namespaces/{closed}")
+
+
+def test_more_selections_than_a_connection_pool_has(
+    api: Api, namespace: str, control_plane: ControlPlane
+) -> None:
+    """Each watch holds a connection, and lists and questions still get one."""
+    selections = [Selection(namespace, f"{SELECTOR},shard={n}") for n in range(110)]
+    pod = make(api, namespace, "w", shard="105")
+    with WatchedPods(control_plane.kubeconfig, selections) as watched:
+        poll_until(watched.is_current, 3 * SOON, "all lists")
+        pod.delete(grace_seconds=0)
+        poll_until(lambda: watched.told_absent(pod.uid), SOON, "its absence")

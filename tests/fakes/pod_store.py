@@ -112,6 +112,9 @@ class PodStore:
         found = self._objects.get((namespace, name))
         return read_pod(found) if found is not None else None
 
+    async def close(self) -> None:
+        """Hold nothing."""
+
     async def _answer(self) -> None:
         await asyncio.sleep(0)
         if not self.reachable:

@@ -7,6 +7,7 @@ costs 170 MiB, this way 36.
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
@@ -83,10 +84,19 @@ _statuses = msgspec.json.Decoder(_Status)
 
 
 class KubernetesPods:
-    """Implements `PodSource` with the API server. Thread: the loop."""
+    """Implements `PodSource` with the API server. Thread: the loop.
+
+    Its connections are its own: every watch holds one, and other requests must not wait for those.
+
+    Args:
+        api_client: whose credentials to use.
+        page: pods in a page of a list.
+    """
 
     def __init__(self, api_client: client.ApiClient, page: int = PAGE) -> None:
-        self._client = api_client
+        settings = copy.copy(api_client.configuration)
+        settings.connection_pool_maxsize = 0  # as many as there are selections
+        self._client = client.ApiClient(settings)
         self._page = page
         self.unreadable = 0
         """Pods that were left out since they could not be read."""
@@ -136,6 +146,10 @@ class KubernetesPods:
             return read_pod(await self._get(_path(namespace, name), {}))
         except NotFound:
             return None
+
+    async def close(self) -> None:
+        """End all connections."""
+        await self._client.close()  # type: ignore[no-untyped-call]
 
     def _event(self, line: bytes) -> PodEvent:
         event = _decode(_events, line)
@@ -257,7 +271,13 @@ class PodWatch:
             self._listener.pods_changed(selection, changed, missing)
 
     async def run(self) -> NoReturn:
-        """Follow all selections until cancelled."""
+        """Follow all selections until cancelled; then end the source's connections."""
+        try:
+            await self._follow()
+        finally:
+            await self._source.close()
+
+    async def _follow(self) -> NoReturn:
         running: dict[Selection, tuple[SelectionWatch, asyncio.Task[NoReturn]]] = {}
         async with asyncio.TaskGroup() as group:
             group.create_task(self._absences.run())

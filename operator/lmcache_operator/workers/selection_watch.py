@@ -83,6 +83,9 @@ class PodSource(Protocol):
             PodError: what there is cannot be read.
         """
 
+    async def close(self) -> None:
+        """End all connections; nothing is asked for after this."""
+
 
 class SelectionListener(Protocol):
     """Is told of every change, after the selection's pods have it. Must return at once."""
