@@ -78,10 +78,10 @@ def _refusal(message: str) -> Trouble:
     if "violates PodSecurity" in message:
         return Trouble(
             "PodSecurityRefused",
-            f"The namespace's Pod Security level forbids the agents' pods: {words}. Label the "
-            "namespace pod-security.kubernetes.io/enforce=privileged, which shared memory and the "
-            "Unix socket need. Every level takes spec.transport.memorySharing None with unixSocket "
-            "Disabled, but workers do not get by without shared memory yet.",
+            f"The namespace's Pod Security level forbids the agents' pods: {words}. Agents fit the "
+            "level restricted with spec.transport.memorySharing None, unixSocket Disabled and a "
+            "spec.security.runAsUser other than 0; for anything else label the namespace "
+            "pod-security.kubernetes.io/enforce=privileged.",
         )
     if "exceeded quota" in message:
         return Trouble(

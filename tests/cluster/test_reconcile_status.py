@@ -88,8 +88,8 @@ def test_an_image_that_cannot_be_pulled(world: World) -> None:
 
 @pytest.mark.usefixtures("operator")
 def test_pods_that_the_pod_security_level_refuses(world: World) -> None:
-    """Which the DaemonSet itself does not say: only an Event on it does."""
-    label = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "baseline"}}}
+    """Which the DaemonSet itself does not say: only an Event on it does. The defaults fit any."""
+    label = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}}
     path = f"/api/v1/namespaces/{world.namespace}"
     merge = "application/merge-patch+json"
     assert world.api.request("PATCH", path, label, content_type=merge).ok
