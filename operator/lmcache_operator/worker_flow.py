@@ -174,13 +174,15 @@ class WorkerFlow:
     def journal(self, session: AgentSession, entry: JournalEntry) -> None:
         """Post an entry, with the pod that was known by the time it was said."""
         known = self._servers.get(session.server)
-        where = known.node(session.node).where(entry) if known is not None else None
+        node = known.node(session.node) if known is not None else None
+        where = node.where(session, entry) if node is not None else None
         self._journal.add(_origin(session), entry, where)
 
     def disconnected(self, session: AgentSession) -> None:
         """Take in that a stream ended; what ran on that node still does, as far as one knows."""
         if (known := self._servers.get(session.server)) is not None:
             known.node(session.node).disconnected(session)
+            self._take_up_others(known, session)
         self._journal.disconnected(_origin(session))
         self._on_change(session.server)
 
@@ -296,6 +298,13 @@ class WorkerFlow:
         self._totals.add(_involved(server))
         for session in self._agents.sessions(server):
             known.node(session.node).connected(session)
+
+    def _take_up_others(self, known: ServerWorkers, session: AgentSession) -> None:
+        """Go on with another agent of the node: two overlap while a pod is being replaced."""
+        for other in self._agents.sessions(session.server):
+            if other.node == session.node and known.node(other.node).stream is None:
+                known.node(other.node).connected(other)
+                self._mark(other.server, other.node)
 
     def _annotate(self, server: ServerWorkers, name: str) -> None:
         """Have the pods of a node say who runs in them, or nothing if nobody wants that."""

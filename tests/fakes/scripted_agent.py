@@ -29,7 +29,7 @@ Key = tuple[int, int]
 class ScriptedAgent:
     """One agent; its streams go to whichever registry it connects to."""
 
-    def __init__(self, server: ServerRef, node: str) -> None:
+    def __init__(self, server: ServerRef, node: str, pod: str = "agent") -> None:
         self.server = server
         self.node = node
         self.boot_id = ""
@@ -41,7 +41,7 @@ class ScriptedAgent:
         self._session: AgentSession | None = None
         self._registry: AgentRegistry | None = None
         self._numbers = itertools.count(1)
-        self._pod_uid = f"agent-{server.uid}-{node}"
+        self._pod_uid = f"{pod}-{server.uid}-{node}"
         self.restart()
 
     @property

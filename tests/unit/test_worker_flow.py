@@ -548,6 +548,24 @@ class TestSeveral:
         assert agent.mapped_to(report) == "uid-w"
 
     @in_virtual_time
+    async def test_two_agents_of_a_node_overlap(self) -> None:
+        """While one replaces the other, whoever comes back last; then the one that is left."""
+        world, old = await started()
+        old.register(7, at=BEGAN)
+        new = ScriptedAgent(SERVER, "n1", pod="another")
+        world.agents["n1, new"] = new
+        new.connect(world.registry)
+        report = new.register(8, at=BEGAN)
+        await world.settle()
+        assert new.mapped_to(report) == "uid-w"
+        old.connect(world.registry)
+        await world.settle()
+        old.disconnect()
+        world.put_pod("w", ENDED)
+        await world.settle()
+        assert triggers(new, report) == [("container_terminated", True)]
+
+    @in_virtual_time
     async def test_memory_follows_what_is_there(self) -> None:
         """Pods that came and went leave nothing behind."""
         world, agent = await started()

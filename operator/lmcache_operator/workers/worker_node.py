@@ -109,11 +109,12 @@ class WorkerNode:
         )
         return told.unknown
 
-    def where(self, entry: JournalEntry) -> PodRun | None:
-        """Return the pod that an entry is about, as the agent or else we know it."""
-        known = self._assignments
-        found = known.where((entry.instance_id, entry.registration)) if known is not None else None
-        return found or entry.mapping
+    def where(self, stream: Stream, entry: JournalEntry) -> PodRun | None:
+        """Return the pod that an entry of a stream is about, as we know it, or else its agent."""
+        if self._stream is not stream or self._assignments is None:
+            return entry.mapping  # registrations are numbered anew by each agent
+        known = self._assignments.where((entry.instance_id, entry.registration))
+        return known or entry.mapping
 
     def uses(self, uid: str) -> bool:
         """Tell whether something that is registered runs in a pod."""
