@@ -179,6 +179,7 @@ class LinkOperator:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
         self.folder = MountedFolder(directory / "link")
         self.token_file = directory / "token"
         self.token_file.write_text(TOKEN)
