@@ -209,6 +209,7 @@ class LinkOperator:
     def start(self) -> Self:
         """Listen, on the port of the last time if there was one."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.num_tickets = 0  # as the real one, for the reason that stands there
         pair = self.authority.issue("operator", "operator", hosts=("localhost", "127.0.0.1"))
         context.load_cert_chain(pair.certificate, pair.key)
         offered = [] if self.subprotocol is None else [Subprotocol(self.subprotocol)]

@@ -138,6 +138,13 @@ def test_clients_with_the_bundle_trust_it(objects: KubeObjects, host: str) -> No
         shake_hands(trust.context, trust.ca_bundle(), "elsewhere.example")
 
 
+def test_no_session_ticket_follows_the_handshake(objects: KubeObjects) -> None:
+    """A client that reads one while it writes its request in another thread may lose the request."""
+    trust = LinkTrust(objects, namespace="ops", hosts=HOSTS)
+    refresh(trust)
+    assert trust.context.num_tickets == 0
+
+
 def test_the_certificate_is_renewed_before_it_ends(objects: KubeObjects, clock: Clock) -> None:
     """After two thirds of its life, by the same authority: nobody has to learn anything."""
     trust = trust_in(objects, clock)
