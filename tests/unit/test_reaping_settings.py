@@ -152,6 +152,14 @@ def test_a_bad_file_changes_nothing_and_is_reported_once(
     assert bench.changes == 3
 
 
+def test_the_same_problem_in_other_words_is_not_reported_again(tmp_path: Path) -> None:
+    """Somebody is at it."""
+    bench = Bench(tmp_path)
+    bench.put({"hints": 3})
+    bench.put({"hints": 3, "reap-mode": "observe"})
+    assert (len(bench.told), bench.changes) == (1, 1)
+
+
 def test_everything_that_is_wrong_is_said_together(tmp_path: Path) -> None:
     """One edit mends it."""
     bench = Bench(tmp_path)

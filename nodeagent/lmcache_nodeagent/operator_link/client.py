@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from lmcache_nodeagent.events import Publish
     from lmcache_nodeagent.operator_link.conversation import AgentSide
 
-LOOK_SECONDS = 1.0
+LOOK_SECONDS = 2.0
 """What no event announces (a worker that falls silent) is said within this time."""
 
 _SHORTEST_LOOK_SECONDS = 0.1
