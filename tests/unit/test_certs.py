@@ -139,7 +139,7 @@ def test_clients_with_the_bundle_trust_it(objects: KubeObjects, host: str) -> No
 
 
 def test_no_session_ticket_follows_the_handshake(objects: KubeObjects) -> None:
-    """A client that reads one while it writes its request in another thread may lose the request."""
+    """A client that reads one while another thread writes its request may lose the request."""
     trust = LinkTrust(objects, namespace="ops", hosts=HOSTS)
     refresh(trust)
     assert trust.context.num_tickets == 0
