@@ -2,6 +2,9 @@
 
     python -m benchmarks [--quick] [--rounds N] [--only ROW ...] [--output FILE]
 
+`--only hints` measures something else, and alone: how soon a dead worker's memory is back, by what
+told of its death, through a real API server and the operator.
+
 Nothing here passes or fails by time: figures are reported as they are.
 """
 
@@ -13,6 +16,7 @@ import platform
 import sys
 from pathlib import Path
 
+from benchmarks import hints
 from benchmarks.results import Results
 from benchmarks.sections import ROWS, measure_messages, measure_releases, measure_starts
 from benchmarks.servers import ROOT, stock_program
@@ -21,6 +25,8 @@ from benchmarks.servers import ROOT, stock_program
 def main() -> int:
     """Measure, print the table, write the JSON file."""
     arguments = _arguments()
+    if arguments.only == [hints.KEY]:
+        return _measure_hints(arguments.output, quick=arguments.quick)
     if not stock_program().exists():
         print(
             f"{stock_program()} is missing: `make bench` makes it, or set LMCACHE_STOCK_BIN to the"
@@ -36,10 +42,23 @@ def main() -> int:
     )
     for measure in (measure_starts, measure_messages, measure_releases):
         measure(results)
-    machine = {"machine": platform.machine(), "cpus": os.cpu_count(), "kernel": platform.release()}
-    results.write(arguments.output, {**machine, "rounds": results.rounds, "quick": results.quick})
+    results.write(
+        arguments.output, {**_machine(), "rounds": results.rounds, "quick": results.quick}
+    )
     print(results.table())
     return 0
+
+
+def _measure_hints(output: Path, *, quick: bool) -> int:
+    triggers = hints.measure_hints(quick=quick)
+    path = output.with_name(f"{output.stem}-{hints.KEY}.json")
+    hints.write(triggers, path, {**_machine(), "quick": quick})
+    print(hints.table(triggers))
+    return 0
+
+
+def _machine() -> dict[str, object]:
+    return {"machine": platform.machine(), "cpus": os.cpu_count(), "kernel": platform.release()}
 
 
 def _arguments() -> argparse.Namespace:

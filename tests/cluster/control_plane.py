@@ -142,6 +142,17 @@ class ControlPlane:
         command = [str(program), *flags]
         if not self._outlives and (setpriv := shutil.which("setpriv")):
             command = [setpriv, "--pdeathsig", "KILL", *command]
+        self._run(name, command)
+
+    def crash(self, name: str) -> None:
+        """Kill a program and start it as it was; it does not serve yet."""
+        process = self._processes[name]
+        process.kill()
+        process.wait()
+        assert isinstance(process.args, list), "as it was started"
+        self._run(name, process.args)
+
+    def _run(self, name: str, command: list[str]) -> None:
         with (self.folder / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
                 command,

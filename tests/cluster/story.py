@@ -7,19 +7,20 @@ process. What a kubelet does (bind, mount, report) a story does, when the test s
 from __future__ import annotations
 
 import itertools
+import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from lmcache_operator.api.crd import GROUP, PLURAL, VERSION
+from lmcache_operator.api.crd import GROUP, PLURAL, VERSION, definition
 from lmcache_operator.names import WORKER_LABEL
 from tests.cluster.api import Api
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.operator_process import OperatorProcess
+from tests.cluster.story_events import KubeEvent, read_events
 from tests.cluster.story_nodes import StoryNode
 from tests.cluster.story_pods import ENGINE, MERGE, StoryPod
 from tests.cluster.story_worker import PING_SECONDS, LivingWorker
@@ -44,18 +45,17 @@ SMALLEST: Mapping[str, Any] = {
 """The smallest windows that are allowed; 600 s for workers that never pinged."""
 
 
-@dataclass(frozen=True)
-class KubeEvent:
-    """One Event object."""
-
-    reason: str
-    kind: str
-    name: str
-    uid: str
-    note: str
-    level: str
-    count: int
-    object_name: str
+def make_ready(control_plane: ControlPlane, namespace: str) -> None:
+    """Have a new control plane serve our kind, with a namespace for a story."""
+    given = json.dumps(definition())
+    done = control_plane.kubectl("apply", "--server-side", "-f", "-", given=given)
+    assert done.returncode == 0, done.stderr
+    api = control_plane.api
+    kind = f"/apis/{GROUP}/{VERSION}/{PLURAL}"
+    poll_until(lambda: api.request("GET", kind).ok, SOON_SECONDS, "our kind")
+    assert api.request("POST", "/api/v1/namespaces", {"metadata": {"name": namespace}}).ok
+    account = f"/api/v1/namespaces/{namespace}/serviceaccounts/default"
+    poll_until(lambda: api.request("GET", account).ok, SOON_SECONDS, "a namespace's account")
 
 
 class Story:
@@ -313,11 +313,15 @@ class Story:
             self.assert_live(*instance_ids, node=node)
             time.sleep(0.1)
 
+    def is_hinted(self, *instance_ids: int, node: StoryNode | None = None) -> bool:
+        """Tell whether the agent has been told that the pods of all of these are gone."""
+        shown = (node or self.node).agent.instances()
+        words = (" ".join(shown[each]["evidence"]) for each in instance_ids)
+        return all("pod_gone" in each for each in words)
+
     def events(self, *reasons: str) -> list[KubeEvent]:
         """Return the Events of this namespace with one of these reasons."""
-        path = f"/api/v1/namespaces/{self.namespace}/events"
-        found = map(_event, self.api.request("GET", path).body["items"])
-        return [event for event in found if event.reason in reasons]
+        return read_events(self.api, self.namespace, reasons)
 
     def wait_events(
         self, reason: str, count: int, seconds: float = SOON_SECONDS
@@ -359,22 +363,3 @@ class Story:
         traceback: TracebackType | None,
     ) -> None:
         self._stack.close()
-
-
-def on(objects: Iterable[KubeEvent], kind: str, name: str) -> list[KubeEvent]:
-    """Return the Events about one object."""
-    return [event for event in objects if (event.kind, event.name) == (kind, name)]
-
-
-def _event(document: dict[str, Any]) -> KubeEvent:
-    about = document["involvedObject"]
-    return KubeEvent(
-        reason=document.get("reason", ""),
-        kind=about.get("kind", ""),
-        name=about.get("name", ""),
-        uid=about.get("uid", ""),
-        note=document.get("message", ""),
-        level=document.get("type", ""),
-        count=document.get("count") or 1,
-        object_name=document["metadata"]["name"],
-    )

@@ -67,6 +67,8 @@ class ApiProxy:
         self._refused: set[bool] = set()  # of requests, by whether they are watches
         self._expires: dict[str, Manner] = {}
         self._handling: set[asyncio.Task[Any]] = set()
+        self._watching: set[asyncio.Task[Any]] = set()
+        self._frozen: set[asyncio.Task[Any]] = set()
         self._calls: list[Call] = []
         self._session: aiohttp.ClientSession | None = None
 
@@ -89,6 +91,10 @@ class ApiProxy:
     def hold(self) -> None:
         """Pass nothing on, either way, without a word to either side, until `serve`."""
         self._do(self._open.clear)
+
+    def freeze_watches(self) -> None:
+        """Pass nothing more on of the watches under way; their connections stay open for good."""
+        self._do(lambda: self._frozen.update(self._watching))
 
     def serve(self) -> None:
         """Serve again."""
@@ -162,6 +168,8 @@ class ApiProxy:
         is_watch = request.query.get("watch", "") in {"1", "true", "True"}
         self._calls.append(Call(request.method, request.path, is_watch, time.monotonic()))
         self._handling.add(task)
+        if is_watch:
+            self._watching.add(task)
         try:
             await self._open.wait()
             if is_watch in self._refused:
@@ -174,6 +182,7 @@ class ApiProxy:
             raise asyncio.CancelledError from None
         finally:
             self._handling.discard(task)
+            self._watching.discard(task)
 
     def _expiry(self, request: web.BaseRequest) -> Manner | None:
         found = next((part for part in self._expires if part in request.path), None)
@@ -192,6 +201,8 @@ class ApiProxy:
             await response.prepare(request)
             async for chunk in answer.content.iter_any():
                 await self._open.wait()
+                if asyncio.current_task() in self._frozen:
+                    await self._stop.wait()
                 await response.write(chunk)
             await response.write_eof()
             return response

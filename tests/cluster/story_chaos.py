@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tests.cluster.story import KubeEvent, Story
+from tests.cluster.story import Story
+from tests.cluster.story_events import KubeEvent
 from tests.cluster.story_nodes import StoryNode
 from tests.cluster.story_pods import StoryPod
 from tests.polling import poll_until

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from tests.cluster.story import PROOF_ONLY, SMALLEST, Story, on
+from tests.cluster.story import PROOF_ONLY, SMALLEST, Story
+from tests.cluster.story_events import on
 from tests.fakes.netns import NetNamespace, needs_root
 
 CONFIRM_SECONDS = 3

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from tests.cluster.story import PROOF_ONLY, SMALLEST, Story, on
+from tests.cluster.story import PROOF_ONLY, SMALLEST, Story
+from tests.cluster.story_events import on
 
 
 def test_a_finished_pod_that_still_shows_an_address_is_nobodys(story: Story) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.control_plane import ControlPlane
-from tests.cluster.story import PROOF_ONLY, SMALLEST, SOON_SECONDS, Story, on
+from tests.cluster.story import PROOF_ONLY, SMALLEST, SOON_SECONDS, Story
 from tests.cluster.story_api_proxy import ApiProxy, Manner
+from tests.cluster.story_events import on
 from tests.polling import poll_until
 
 CONVERGES_SECONDS = 15.0
@@ -61,10 +62,10 @@ def test_a_gap_in_the_watch_is_closed(
 
     story.wait_released(1, seconds=CONVERGES_SECONDS)
     story.wait_annotated(heir, 5)
-    poll_until(lambda: hinted(story, 2, 3), CONVERGES_SECONDS, "both are hinted")
+    poll_until(lambda: story.is_hinted(2, 3), CONVERGES_SECONDS, "both are hinted")
     assert manner is None or proxy.has_expired("/pods")
-    assert not hinted(story, 4)
-    assert not hinted(story, 5)
+    assert not story.is_hinted(4)
+    assert not story.is_hinted(5)
     poll_until(lambda: settings_follow(story, 400), SOON_SECONDS, "the edit is applied")
     story.assert_live(4, 5)
     lists = [
@@ -75,17 +76,28 @@ def test_a_gap_in_the_watch_is_closed(
     assert len(lists) <= 5  # no hot loop
 
 
-def hinted(story: Story, *instance_ids: int) -> bool:
-    """Tell whether the agent has been told that these workers' pods are gone."""
-    shown = story.agent.instances()
-    return all(any("pod_gone" in line for line in shown[each]["evidence"]) for each in instance_ids)
-
-
 def settings_follow(story: Story, seconds: int) -> bool:
     """Tell whether the agent uses this timeout, its mounts brought up to date."""
     story.node.mount()
     liveness = story.agent.status()["worker_liveness"]
     return bool(liveness["reap_timeout_seconds"] == seconds)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_watches_that_fell_silent_without_a_word_are_given_up(
+    proxied: Story, proxy: ApiProxy
+) -> None:
+    """As behind a firewall that forgot the connection; nobody is told of anything for 90 s."""
+    story = proxied.begin(PROOF_ONLY)
+    pod = story.engine("w", 1)
+    story.engine("lives", 2)
+    proxy.freeze_watches()
+    story.workers[1].kill()
+    pod.end_container()
+    story.wait_released(1, seconds=120)
+    story.assert_live(2)
+    story.wait_annotated(pod)
 
 
 @pytest.mark.slow
@@ -140,11 +152,11 @@ def test_what_ended_while_the_operator_was_down_is_proof_once_it_is_back(
     story.operator.start()
 
     story.wait_released(1, 2, 3, seconds=CONVERGES_SECONDS)
-    poll_until(lambda: hinted(story, 4, 6), CONVERGES_SECONDS, "those are hinted")
+    poll_until(lambda: story.is_hinted(4, 6), CONVERGES_SECONDS, "those are hinted")
     story.assert_live(5, 7, 8, 9, 10)
     for pod, number in ((heir, 8), (restarted, 9), (late, 10), (leaving, 5), (alive, 7)):
         story.wait_annotated(pod, number)
-        assert not hinted(story, number)
+        assert not story.is_hinted(number)
     assert len(story.wait_events("WorkerReaped", 6)) == 6
 
 

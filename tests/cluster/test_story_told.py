@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 import time
 
-from tests.cluster.story import PROOF_ONLY, SMALLEST, SOON_SECONDS, Story, on
+from tests.cluster.story import PROOF_ONLY, SMALLEST, SOON_SECONDS, Story
+from tests.cluster.story_events import on
 from tests.polling import poll_until
 
 
