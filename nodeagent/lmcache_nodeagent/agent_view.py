@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from lmcache_nodeagent.operator_link.client import OperatorLink
     from lmcache_nodeagent.sessions import SessionTable
     from lmcache_nodeagent.storage.objects import L1Store
-    from lmcache_nodeagent.transport.pools import LanePool, OrderedPool
+    from lmcache_nodeagent.transport.lanes import LanePool
+    from lmcache_nodeagent.transport.pools import OrderedPool
     from lmcache_nodeagent.transport.router import Router
 
 ROUTER_STUCK_SECONDS = 30.0
@@ -79,7 +80,18 @@ class RunningAgent:
                 waited = self._now() - release.started_at
                 name = render_instance_id(release.entry.instance_id)
                 return False, f"instance {name}: its memory is not back after {waited:.0f} s"
-        return True, "requests are served"
+        return self._transfers_health()
+
+    def _transfers_health(self) -> tuple[bool, str]:
+        """A copy that hangs is one worker's trouble, until the threads for new ones run out."""
+        pool = self._parts.transfer_pool
+        overdue = pool.overdue()
+        if not overdue.running:
+            return True, "requests are served"
+        hanging = f"{overdue.running} transfers hang, the oldest for {overdue.oldest_seconds:.0f} s"
+        if pool.is_out_of_threads():
+            return False, f"{hanging}: no thread is left for others"
+        return True, f"requests are served, but {hanging}"
 
     def ready(self) -> tuple[bool, str]:
         """Tell whether workers are served now."""
@@ -109,6 +121,7 @@ class RunningAgent:
                 "affinity": parts.transfer_pool.depth(),
             },
             "oldest_transfer_seconds": round(parts.transfer_pool.oldest_seconds(), 3),
+            "hanging_transfers": parts.transfer_pool.overdue().running,
             "operator_link": self._link(),
         }
 
@@ -203,6 +216,7 @@ def metrics_snapshot(parts: Parts) -> Reading:
     releases = parts.releaser.in_progress()
     states[State.RELEASING.value] = len(releases)
     stats = parts.store.stats()
+    overdue = parts.transfer_pool.overdue()
     return {
         catalog.INSTANCES: states,
         catalog.WORKER_MAPPED_BYTES: mapped,
@@ -220,6 +234,8 @@ def metrics_snapshot(parts: Parts) -> Reading:
             "affinity": parts.transfer_pool.depth(),
         },
         catalog.OLDEST_TRANSFER_SECONDS: parts.transfer_pool.oldest_seconds(),
+        catalog.TRANSFERS_HANGING: overdue.running,
+        catalog.TRANSFERS_OVERDUE_TOTAL: overdue.total,
         catalog.SESSIONS: len(parts.sessions),
         catalog.MODELS: len(parts.layouts),
         catalog.L1_CAPACITY_BYTES: stats.capacity_bytes,

@@ -9,6 +9,8 @@ Threads, all made here:
 | `sync` | `OrderedPool.work`: registrations, in order | its queue |
 | `normal-<n>` | `OrderedPool.work`: lookups, their status, locks, sessions, clear | bounded queue |
 | `transfer-<n>` | `LanePool.work`: store and retrieve, first in first out per connection | lanes |
+| `transfer-watch` | `LanePool.watch`: answers transfers at their deadline | every second |
+| `transfer-again-<n>` | takes the place of a `transfer-<n>` whose copy hangs, until that one returns | lanes |
 | `reaper` | `Reaper.run` | earliest deadline, new evidence |
 | `release-<instance>` | `Releaser`: drains and closes one context | - |
 | `events` | `EventBus.run`: logs and counters | bounded queue |
@@ -163,6 +165,8 @@ class App:
     def _start_others(self) -> list[Thread]:
         """Start what only some agents have."""
         parts, started = self._agent.parts, []
+        if self.config.transfer_deadline_seconds:
+            started.append(self._start("transfer-watch", parts.transfer_pool.watch))
         if self.config.reaping_settings:
             started.append(self._start("settings", parts.settings.run))
         if parts.link is not None:

@@ -32,7 +32,8 @@ from lmcache_nodeagent.sessions import SessionTable
 from lmcache_nodeagent.storage.eviction import LruPolicy, NoEvictionPolicy
 from lmcache_nodeagent.storage.objects import L1Store
 from lmcache_nodeagent.transport.dispatch import Dispatcher
-from lmcache_nodeagent.transport.pools import LanePool, OrderedPool
+from lmcache_nodeagent.transport.lanes import LanePool
+from lmcache_nodeagent.transport.pools import OrderedPool
 from lmcache_nodeagent.transport.router import Router
 
 if TYPE_CHECKING:
@@ -85,6 +86,10 @@ class _Late:
         assert self.dispatcher is not None
         self.dispatcher.run(request)
 
+    def overdue(self, request: Request, seconds: float) -> None:
+        assert self.dispatcher is not None
+        self.dispatcher.overdue(request, seconds)
+
     def wake_reaper(self) -> None:
         assert self.reaper is not None
         self.reaper.wake()
@@ -108,7 +113,14 @@ def assemble(env: Environment) -> Assembled:
     late = _Late()
     sync_pool = OrderedPool(late.run, _SYNC_QUEUE_SIZE)
     normal_pool = OrderedPool(late.run, config.normal_queue_size)
-    transfer_pool = LanePool(late.run, config.affinity_queue_size, now)
+    transfer_pool = LanePool(
+        late.run,
+        config.affinity_queue_size,
+        now,
+        deadline_seconds=config.transfer_deadline_seconds,
+        overdue=late.overdue,
+        replace_thread=env.spawn,
+    )
 
     policy = _eviction_policy(config)
     store = L1Store(env.region, policy, now=now, write_ttl_seconds=config.l1_write_ttl_seconds)

@@ -234,6 +234,17 @@ class AgentConfig(ReapingConfig):
         ).metadata,
     )
 
+    transfer_deadline_seconds: float = field(
+        default=60.0,
+        metadata=Flag(
+            Group.TRANSFERS,
+            "Time from the arrival of a store or retrieve to its answer. One that takes longer is "
+            "answered negatively, so that the engine goes on without it. 0 waits without end.",
+            unit="seconds",
+            bounds=Bounds(0.1, _YEAR, zero_is_off=True),
+        ).metadata,
+    )
+
     release_deadline_seconds: float = field(
         default=30.0,
         metadata=Flag(

@@ -14,6 +14,7 @@ LmcacheKubeError
     ├── ConfigError         bad flags, all broken rules in one message
     ├── CapacityError       L1 that does not fit the machine
     └── TransferError       a copy that failed
+        └── TransferOverdue one that ran out of time
 """
 
 from __future__ import annotations
@@ -97,3 +98,7 @@ class CapacityError(AgentError):
 
 class TransferError(AgentError):
     """A copy between worker memory and L1 that failed."""
+
+
+class TransferOverdue(TransferError):
+    """A transfer that did not finish before its deadline."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from threading import Lock
 
-from lmcache_nodeagent.contexts.base import WorkerContext
+from lmcache_nodeagent.contexts.base import BeforeChunk, WorkerContext, go_on
 from lmcache_nodeagent.contexts.block_ids import read_block_ids
 from lmcache_nodeagent.contexts.layout import ChunkLayout, GroupLayout, plan_layout
 from lmcache_nodeagent.errors import TransferError
@@ -148,12 +148,14 @@ class StubContext:
         block_ids: Sequence[Sequence[int]],
         chunk_indices: Sequence[int],
         destinations: Sequence[memoryview],
+        before_chunk: BeforeChunk = go_on,
     ) -> None:
         """Copy byte by byte, after the hook."""
         pairs = list(zip(chunk_indices, destinations, strict=True))
         self._check(block_ids, pairs, writable=True)
         self._hooks.before_gather()
         for chunk, destination in pairs:
+            before_chunk()
             view = destination.cast("B")
             view[:] = bytes(len(view))
             for group in self._layout.groups:
@@ -166,11 +168,13 @@ class StubContext:
         block_ids: Sequence[Sequence[int]],
         chunk_sources: Sequence[tuple[int, memoryview]],
         skip_tokens: int,
+        before_chunk: BeforeChunk = go_on,
     ) -> None:
         """Copy byte by byte, after the hook."""
         self._check(block_ids, chunk_sources, writable=False)
         self._hooks.before_scatter()
         for chunk, source in chunk_sources:
+            before_chunk()
             view = source.cast("B")
             for group in self._layout.groups:
                 for at, memory, start in self._heads(group, block_ids, chunk, skip_tokens):

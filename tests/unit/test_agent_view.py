@@ -25,7 +25,8 @@ from lmcache_nodeagent.liveness.stalls import Stalls
 from lmcache_nodeagent.observability import metric_catalog as catalog
 from lmcache_nodeagent.observability.bus import EventBus
 from lmcache_nodeagent.observability.metrics import Metrics
-from lmcache_nodeagent.transport.pools import LanePool, OrderedPool
+from lmcache_nodeagent.transport.lanes import LanePool
+from lmcache_nodeagent.transport.pools import OrderedPool
 from lmcache_nodeagent.transport.requests import Request
 from lmcache_nodeagent.transport.router import Router
 from tests.fakes.liveness_parts import close

@@ -9,7 +9,8 @@ import pytest
 from lmcache_nodeagent.events import discard
 from lmcache_nodeagent.liveness.evidence import Connection
 from lmcache_nodeagent.protocol.operations import OPERATIONS
-from lmcache_nodeagent.transport.pools import LanePool, OrderedPool
+from lmcache_nodeagent.transport.lanes import LanePool
+from lmcache_nodeagent.transport.pools import OrderedPool
 from lmcache_nodeagent.transport.requests import Request
 from tests.fakes.liveness_parts import FakeClock, connection
 

@@ -6,11 +6,18 @@ transfer modules do that, and drain what is in flight before they close it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from lmcache_nodeagent.contexts.layout import ChunkLayout
 from lmcache_nodeagent.protocol.messages import EngineGroupInfo, LayoutHints, TensorDescriptor
+
+BeforeChunk = Callable[[], None]
+"""Called before each chunk is copied. It stops the copy by raising; the rest is not written."""
+
+
+def go_on() -> None:
+    """Let a copy go on."""
 
 
 class WorkerContext(Protocol):
@@ -50,10 +57,12 @@ class WorkerContext(Protocol):
         block_ids: Sequence[Sequence[int]],
         chunk_indices: Sequence[int],
         destinations: Sequence[memoryview],
+        before_chunk: BeforeChunk = go_on,
     ) -> None:
         """Copy chunks out of worker memory; `destinations[i]` receives chunk `chunk_indices[i]`.
 
-        Every byte of a destination is written. Nothing is, if an argument is refused.
+        Every byte of a destination is written, unless `before_chunk` raises. Nothing is, if an
+        argument is refused.
 
         Raises:
             LayoutError: as `check_block_ids`, for the chunks up to the last one named.
@@ -66,6 +75,7 @@ class WorkerContext(Protocol):
         block_ids: Sequence[Sequence[int]],
         chunk_sources: Sequence[tuple[int, memoryview]],
         skip_tokens: int,
+        before_chunk: BeforeChunk = go_on,
     ) -> None:
         """Copy (chunk index, object bytes) pairs into worker memory.
 

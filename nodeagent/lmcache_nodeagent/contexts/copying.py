@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from lmcache_nodeagent.contexts.base import BeforeChunk, go_on
 from lmcache_nodeagent.contexts.block_ids import BlockTable
 from lmcache_nodeagent.contexts.formats import PagedTensor
 from lmcache_nodeagent.contexts.layout import GroupLayout
@@ -39,7 +40,11 @@ class GroupCopier:
         self._rows = [self._row_view(layer, buffer) for layer, buffer in pairs] if dense else []
 
     def gather(
-        self, table: BlockTable, chunks: Sequence[int], objects: Sequence[memoryview]
+        self,
+        table: BlockTable,
+        chunks: Sequence[int],
+        objects: Sequence[memoryview],
+        before_chunk: BeforeChunk = go_on,
     ) -> None:
         """Fill this group's region of each object with its chunk."""
         group = self._group
@@ -49,6 +54,7 @@ class GroupCopier:
         firsts = _first_blocks(table)
         rows = [table * self._block_step + plane * self._plane_step for plane in self._planes]
         for chunk, region in zip(chunks, self._regions(objects), strict=True):
+            before_chunk()
             first = firsts[chunk]
             if first is None and self._rows:
                 self._take_rows([index[chunk] for index in rows], region)
@@ -63,6 +69,7 @@ class GroupCopier:
         chunks: Sequence[int],
         objects: Sequence[memoryview],
         skip_tokens: int,
+        before_chunk: BeforeChunk = go_on,
     ) -> None:
         """Copy this group's region of each object into the blocks of its chunk."""
         group = self._group
@@ -70,6 +77,7 @@ class GroupCopier:
         before_window = group.blocks_per_chunk - group.window_blocks
         firsts = _first_blocks(table)
         for chunk, region in zip(chunks, self._regions(objects), strict=True):
+            before_chunk()
             skip = max(0, skip_blocks - chunk * group.blocks_per_chunk - before_window)
             if skip >= group.window_blocks:
                 continue

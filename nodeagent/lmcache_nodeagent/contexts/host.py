@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Condition
 
+from lmcache_nodeagent.contexts.base import BeforeChunk, go_on
 from lmcache_nodeagent.contexts.block_ids import BlockTable, read_block_ids
 from lmcache_nodeagent.contexts.copying import GroupCopier
 from lmcache_nodeagent.contexts.layout import ChunkLayout, plan_layout
@@ -87,6 +88,7 @@ class HostContext:
         block_ids: Sequence[Sequence[int]],
         chunk_indices: Sequence[int],
         destinations: Sequence[memoryview],
+        before_chunk: BeforeChunk = go_on,
     ) -> None:
         """See `WorkerContext.gather`."""
         self._check_objects(destinations, writable=True)
@@ -94,13 +96,14 @@ class HostContext:
             raise TransferError(f"{len(destinations)} destinations for {len(chunk_indices)} chunks")
         tables = read_block_ids(self._layout, block_ids, _chunks(chunk_indices))
         with self._copying():
-            self._gather(tables, chunk_indices, destinations)
+            self._gather(tables, chunk_indices, destinations, before_chunk)
 
     def scatter(
         self,
         block_ids: Sequence[Sequence[int]],
         chunk_sources: Sequence[tuple[int, memoryview]],
         skip_tokens: int,
+        before_chunk: BeforeChunk = go_on,
     ) -> None:
         """See `WorkerContext.scatter`."""
         chunk_indices = [index for index, _ in chunk_sources]
@@ -108,7 +111,7 @@ class HostContext:
         self._check_objects(sources, writable=False)
         tables = read_block_ids(self._layout, block_ids, _chunks(chunk_indices))
         with self._copying():
-            self._scatter(tables, chunk_indices, sources, skip_tokens)
+            self._scatter(tables, chunk_indices, sources, skip_tokens, before_chunk)
 
     def close(self) -> None:
         """See `WorkerContext.close`."""
@@ -147,9 +150,10 @@ class HostContext:
         tables: Sequence[BlockTable],
         chunk_indices: Sequence[int],
         destinations: Sequence[memoryview],
+        before_chunk: BeforeChunk,
     ) -> None:
         for copier, table in zip(self._copiers, tables, strict=True):
-            copier.gather(table, chunk_indices, destinations)
+            copier.gather(table, chunk_indices, destinations, before_chunk)
 
     def _scatter(
         self,
@@ -157,9 +161,10 @@ class HostContext:
         chunk_indices: Sequence[int],
         sources: Sequence[memoryview],
         skip_tokens: int,
+        before_chunk: BeforeChunk,
     ) -> None:
         for copier, table in zip(self._copiers, tables, strict=True):
-            copier.scatter(table, chunk_indices, sources, skip_tokens)
+            copier.scatter(table, chunk_indices, sources, skip_tokens, before_chunk)
 
     def _check_objects(self, objects: Sequence[memoryview], *, writable: bool) -> None:
         expected = self._layout.object_nbytes

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING, Protocol
 
+from lmcache_nodeagent.errors import TransferOverdue
 from lmcache_nodeagent.liveness.targets import UNTOUCHED, Touched
 
 if TYPE_CHECKING:
@@ -15,12 +16,51 @@ if TYPE_CHECKING:
     from lmcache_nodeagent.liveness.evidence import Connection
 
 
+class Cancellation:
+    """Whether a transfer has run out of time, and what then gives back what it holds.
+
+    A copy asks at every chunk (`check`). One that hangs cannot ask; its caller is answered all the
+    same, and `on_cancel` says what others need not wait for any more. Threads: any.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()  # guards: everything below
+        self._cancelled = False
+        self._callbacks: list[Callable[[], None]] = []
+
+    def check(self) -> None:
+        """Stop a transfer that nobody waits for any more.
+
+        Raises:
+            TransferOverdue: it was cancelled.
+        """
+        if self._cancelled:
+            raise TransferOverdue("the transfer's deadline has passed")
+
+    def on_cancel(self, callback: Callable[[], None]) -> None:
+        """Call back when cancelled; at once if that has happened. Must return at once."""
+        with self._lock:
+            if not self._cancelled:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def cancel(self) -> None:
+        """Cancel; the second time does nothing."""
+        with self._lock:
+            self._cancelled = True
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """Who asks. `touched` is what the router's look at the message found for its instance."""
 
     connection: Connection
     touched: Touched = UNTOUCHED
+    cancellation: Cancellation = field(default_factory=Cancellation, compare=False)
 
 
 class Pending:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from lmcache_nodeagent.errors import MalformedRequest
@@ -9,11 +11,12 @@ from lmcache_nodeagent.events import Retrieved, Stored
 from lmcache_nodeagent.modules.object_keys import object_keys, transfer_hashes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Sequence
 
     from lmcache_nodeagent.clock import Now
     from lmcache_nodeagent.events import Publish
     from lmcache_nodeagent.hashing import ChunkHasher
+    from lmcache_nodeagent.modules.calls import Call, Cancellation
     from lmcache_nodeagent.modules.context_entry import ContextEntry
     from lmcache_nodeagent.modules.layouts import LayoutRegistry
     from lmcache_nodeagent.protocol.messages import BlockIds, CacheKey
@@ -42,7 +45,13 @@ class ChunkCopies:
         self._publish = publish
         self._now = now
 
-    def store(self, entry: ContextEntry, key: CacheKey, block_ids: BlockIds) -> bool:
+    def store(
+        self,
+        entry: ContextEntry,
+        key: CacheKey,
+        block_ids: BlockIds,
+        cancellation: Cancellation,
+    ) -> bool:
         """Admit the chunks of [start, end) that are not in L1 yet.
 
         Returns:
@@ -51,7 +60,7 @@ class ChunkCopies:
 
         Raises:
             MalformedRequest, LayoutError: the range or the block ids do not fit.
-            TransferError: a copy failed; nothing of it becomes visible.
+            TransferError: a copy failed or ran out of time; nothing of it becomes visible.
         """
         started = self._now()
         keys = self._keys(entry, key)
@@ -62,7 +71,9 @@ class ChunkCopies:
         reservation = self._store.reserve(list(wanted), nbytes) if wanted else None
         admitted = 0
         if reservation is not None:
-            admitted = self._fill(entry, block_ids, reservation, wanted)
+            # If the copy hangs, others may store these chunks; the room stays its own.
+            cancellation.on_cancel(partial(self._store.renounce, reservation))
+            admitted = self._fill(entry, block_ids, reservation, wanted, cancellation)
         ok = all(self._store.contains(object_key) for object_key in wanted)
         self._publish(
             Stored(
@@ -83,6 +94,7 @@ class ChunkCopies:
         block_ids: BlockIds,
         reservation: Reservation,
         indices: dict[ObjectKey, int],
+        cancellation: Cancellation,
     ) -> int:
         """Copy into a reservation and commit it; return how many chunks became visible."""
         slots = reservation.slots
@@ -90,7 +102,10 @@ class ChunkCopies:
             return 0
         try:
             entry.context.gather(
-                block_ids, [indices[object_key] for object_key in slots], list(slots.values())
+                block_ids,
+                [indices[object_key] for object_key in slots],
+                list(slots.values()),
+                cancellation.check,
             )
         except BaseException:
             self._store.abort(reservation)
@@ -103,7 +118,7 @@ class ChunkCopies:
         key: CacheKey,
         block_ids: BlockIds,
         skip_tokens: int,
-        peer: str,
+        call: Call,
     ) -> bool:
         """Copy every chunk of [start, end) into the blocks, or report failure for all of them.
 
@@ -115,14 +130,16 @@ class ChunkCopies:
         """
         started = self._now()
         keys = self._keys(entry, key)
-        consumed = self._sessions.consume(peer, key.request_id, keys)
+        peer, cancellation = call.connection.peer.identity, call.cancellation
+        consumed = dict(self._sessions.consume(peer, key.request_id, keys))
+        give_back = partial(self._give_back, consumed)
+        cancellation.on_cancel(give_back)
         ok = False
         try:
             entry.context.check_block_ids(block_ids, len(keys))
-            ok = self._copy_out(entry, keys, block_ids, skip_tokens)
+            ok = self._copy_out(entry, keys, block_ids, skip_tokens, cancellation)
         finally:
-            for object_key in consumed:
-                self._store.unpin(object_key)  # type: ignore[arg-type]  # sessions keep keys opaque
+            give_back()
         nbytes = entry.context.layout.object_nbytes
         self._publish(
             Retrieved(
@@ -136,10 +153,25 @@ class ChunkCopies:
         )
         return ok
 
+    def _give_back(self, consumed: dict[Hashable, int]) -> None:
+        """Unpin what a session's pins became, once: when the copy has ended or its deadline."""
+        while consumed:
+            with suppress(KeyError):  # the other one was faster
+                object_key, count = consumed.popitem()
+                self._store.unpin(object_key, count)  # type: ignore[arg-type]  # sessions keep keys opaque
+
     def _copy_out(
-        self, entry: ContextEntry, keys: Sequence[ObjectKey], block_ids: BlockIds, skip_tokens: int
+        self,
+        entry: ContextEntry,
+        keys: Sequence[ObjectKey],
+        block_ids: BlockIds,
+        skip_tokens: int,
+        cancellation: Cancellation,
     ) -> bool:
-        """Copy under a pin of our own, so that a lease that ends meanwhile changes nothing."""
+        """Copy under a pin of our own, so that a lease that ends meanwhile changes nothing.
+
+        It is held until the copy returns, however late: nobody else's bytes are to be read.
+        """
         if not keys:
             return True
         if not self._store.pin(keys):
@@ -151,7 +183,7 @@ class ChunkCopies:
                 if source is None or source.nbytes != entry.context.layout.object_nbytes:
                     return False  # dropped by a forced clear, or another layout's bytes
                 sources.append((index, source))
-            entry.context.scatter(block_ids, sources, skip_tokens)
+            entry.context.scatter(block_ids, sources, skip_tokens, cancellation.check)
             self._store.touch(keys)
         finally:
             for object_key in keys:

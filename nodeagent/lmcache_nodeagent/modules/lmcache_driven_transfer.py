@@ -129,7 +129,8 @@ class LMCacheDrivenTransferModule(InstanceHolder[ContextEntry]):
         """
         del event  # on CPU the client's event is a constant
         with self._using(call, instance_id, key.worker_id) as entry:
-            return _NOTHING_OUTSTANDING, self._copies.store(entry, key, block_ids)
+            done = self._copies.store(entry, key, block_ids, call.cancellation)
+            return _NOTHING_OUTSTANDING, done
 
     def retrieve(
         self,
@@ -150,11 +151,10 @@ class LMCacheDrivenTransferModule(InstanceHolder[ContextEntry]):
             MalformedRequest, LayoutError: the range or the block ids do not fit.
         """
         del event
-        peer = call.connection.peer.identity
         try:
             with self._using(call, instance_id, key.worker_id) as entry:
-                done = self._copies.retrieve(entry, key, block_ids, skip_first_n_tokens, peer)
+                done = self._copies.retrieve(entry, key, block_ids, skip_first_n_tokens, call)
                 return _NOTHING_OUTSTANDING, done
         except NotRegistered:
-            self._copies.give_back_share(key, peer)
+            self._copies.give_back_share(key, call.connection.peer.identity)
             raise

@@ -259,6 +259,15 @@ QUEUED_REQUESTS = Sampled("queued_requests", "Requests that wait for a thread.",
 OLDEST_TRANSFER_SECONDS = Sampled(
     "oldest_transfer_seconds", "Age of the oldest store or retrieve that waits or runs."
 )
+TRANSFERS_HANGING = Sampled(
+    "transfers_hanging",
+    "Transfers that were answered at their deadline and still hold a thread and their memory.",
+)
+TRANSFERS_OVERDUE_TOTAL = Sampled(
+    "transfers_overdue_total",
+    "Transfers that were answered negatively because of their deadline.",
+    kind="counter",
+)
 SESSIONS = Sampled("sessions", "Requests whose lookup is remembered.")
 MODELS = Sampled("models", "Models, by name and world size, that have a registered worker.")
 L1_CAPACITY_BYTES = Sampled("l1_capacity_bytes", "Size of L1.")
@@ -289,6 +298,8 @@ SAMPLED: tuple[Sampled, ...] = (
     CONNECTIONS,
     QUEUED_REQUESTS,
     OLDEST_TRANSFER_SECONDS,
+    TRANSFERS_HANGING,
+    TRANSFERS_OVERDUE_TOTAL,
     SESSIONS,
     MODELS,
     L1_CAPACITY_BYTES,

@@ -190,6 +190,16 @@ class L1Store:
                     del self._writers[key]
                 self._space.free(offset)
 
+    def renounce(self, reservation: Reservation) -> None:
+        """Let other writers have the keys at once. The room stays taken until `abort`.
+
+        For a writer that is given up but may still write where it was told to.
+        """
+        with self._lock:
+            for key in reservation.slots:
+                if self._writers.get(key) is reservation:
+                    del self._writers[key]
+
     def contains(self, key: ObjectKey) -> bool:
         """Tell whether the object is resident; only a pin makes sure that it stays."""
         with self._lock:

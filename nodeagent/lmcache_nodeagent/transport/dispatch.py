@@ -10,6 +10,7 @@ from lmcache_nodeagent.errors import (
     NotTheSpeaker,
     Overloaded,
     RequestError,
+    TransferOverdue,
     UnsupportedOperation,
 )
 from lmcache_nodeagent.events import MalformedMessage, StrangerRefused
@@ -91,6 +92,16 @@ class Dispatcher:
         for request in tuple(self._unanswered):
             request.refuse(RequestError(f"{request.operation.name}: the agent is stopping"))
 
+    def overdue(self, request: Request, seconds: float) -> None:
+        """Answer a transfer at its deadline; a copy that goes on does so for nobody.
+
+        Thread: transfer-watch.
+        """
+        request.cancellation.cancel()
+        reason = f"{request.operation.name} did not finish within {seconds:.1f} s of its arrival"
+        request.fail(TransferOverdue(reason), reason)
+        self._unanswered.pop(request, None)
+
     def receive(self, connection: Connection, frames: Sequence[bytes]) -> None:
         """Take one message without its routing id. Thread: zmq-router."""
         if len(frames) < 2 or not is_uid(frames[0]):  # noqa: PLR2004  # uid and operation
@@ -141,8 +152,8 @@ class Dispatcher:
         if self._closing or not self._submit(request):
             self._unanswered.pop(request, None)
             raise Overloaded(
-                f"{operation.name}: the agent is stopping or its {operation.pool.value} queue is"
-                " full; try again later"
+                f"{operation.name}: the agent is stopping, its {operation.pool.value} queue"
+                " is full, or an earlier transfer of this connection hangs; try again later"
             )
 
     def _submit(self, request: Request) -> bool:
@@ -217,7 +228,7 @@ class Dispatcher:
         try:
             payload = decode_payload(request.operation, request.payload)
             request.payload = ()
-            call = Call(request.connection, request.touched)
+            call = Call(request.connection, request.touched, request.cancellation)
             value = self._handlers[request.operation.name](call, *payload)
         except RequestError as error:
             request.refuse(error)

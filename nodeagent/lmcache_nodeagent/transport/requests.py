@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from lmcache_nodeagent.errors import AgentError, RequestError
 from lmcache_nodeagent.events import RequestFailed, RequestRefused
 from lmcache_nodeagent.liveness.targets import UNTOUCHED, Touched
+from lmcache_nodeagent.modules.calls import Cancellation
 from lmcache_nodeagent.protocol.codec import encode_reply, mismatched_operation
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Request:
         "_lock",
         "_publish",
         "_send",
+        "cancellation",
         "connection",
         "follows_registration",
         "in_order",
@@ -68,6 +70,7 @@ class Request:
         self.payload = payload
         self.touched = touched
         self.received_at = time.monotonic()
+        self.cancellation = Cancellation()
         self.in_order = False  # is in the SYNC queue, or runs there
         self.follows_registration = False  # a transfer that goes through that queue first
         self._send = send
