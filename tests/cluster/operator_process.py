@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from tests.polling import poll_until
 
 START_SECONDS = 30.0
 STOP_SECONDS = 15.0
+_OWN_PORTS = (10_000, 32_000)
 
 
 class OperatorProcess:
@@ -179,6 +181,14 @@ class OperatorProcess:
 
 
 def free_port() -> int:
-    """Return a port that is free now."""
-    with socket.create_server(("127.0.0.1", 0)) as opened:
-        return int(opened.getsockname()[1])
+    """Return a port that is free, and stays so while its server is down for a moment.
+
+    The system hands out higher ones to whoever connects somewhere.
+    """
+    while True:
+        port = random.randrange(*_OWN_PORTS)  # noqa: S311  # nothing secret
+        try:
+            with socket.create_server(("127.0.0.1", port)):
+                return port
+        except OSError:
+            continue  # somebody has it
