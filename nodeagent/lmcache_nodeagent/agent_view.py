@@ -196,6 +196,17 @@ class RunningAgent:
         ]
         return living + leaving
 
+    def leases(self) -> Sequence[Mapping[str, object]]:
+        """Return the entries of `/v1/leases`: who keeps how much of L1 from eviction."""
+        return [
+            {
+                **dataclasses.asdict(lease),
+                "age_seconds": round(lease.age_seconds, 3),
+                "seconds_left": round(lease.seconds_left, 3),
+            }
+            for lease in self._parts.sessions.leases()
+        ]
+
     def reaps(self, since: int) -> Mapping[str, object]:
         """Return the body of `/v1/reaps`."""
         return self._parts.journal.since(since)
@@ -217,6 +228,7 @@ def metrics_snapshot(parts: Parts) -> Reading:
     states[State.RELEASING.value] = len(releases)
     stats = parts.store.stats()
     overdue = parts.transfer_pool.overdue()
+    held = [lease for lease in parts.sessions.leases() if lease.pins]
     return {
         catalog.INSTANCES: states,
         catalog.WORKER_MAPPED_BYTES: mapped,
@@ -237,10 +249,14 @@ def metrics_snapshot(parts: Parts) -> Reading:
         catalog.TRANSFERS_HANGING: overdue.running,
         catalog.TRANSFERS_OVERDUE_TOTAL: overdue.total,
         catalog.SESSIONS: len(parts.sessions),
+        catalog.LEASES: len(held),
+        catalog.OLDEST_LEASE_SECONDS: held[0].age_seconds if held else 0.0,
         catalog.MODELS: len(parts.layouts),
         catalog.L1_CAPACITY_BYTES: stats.capacity_bytes,
         catalog.L1_USED_BYTES: stats.used_bytes,
         catalog.L1_PINNED_BYTES: stats.pinned_bytes,
+        catalog.L1_PINNED_OBJECTS: stats.pinned_objects,
+        catalog.L1_EXCESS_UNPINS_TOTAL: stats.excess_unpins_total,
         catalog.L1_OBJECTS: stats.objects,
         catalog.L1_EVICTED_TOTAL: stats.evicted_total,
         catalog.L1_REFUSED_TOTAL: stats.refused_total,

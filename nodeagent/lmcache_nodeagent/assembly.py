@@ -124,7 +124,7 @@ def assemble(env: Environment) -> Assembled:
 
     policy = _eviction_policy(config)
     store = L1Store(env.region, policy, now=now, write_ttl_seconds=config.l1_write_ttl_seconds)
-    sessions = SessionTable(config.session_ttl_seconds, config.l1_read_ttl_seconds)
+    sessions = SessionTable(config.session_ttl_seconds, config.l1_read_ttl_seconds, now)
     layouts = LayoutRegistry()
     hasher = ChunkHasher(config.chunk_size)
     lookup = LookupModule(

@@ -281,6 +281,17 @@ class LookedUp(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class UnheldRelease(Event):
+    """A free_lookup_locks named objects of which its request holds no pin: nothing was freed.
+
+    Another cache salt than the lookup's, a request that ended or ran into its time-out.
+    """
+
+    peer: str
+    objects: int
+
+
+@dataclass(frozen=True, slots=True)
 class UnknownInstanceTold(Event):
     """A ping of an id without a context was answered false once, so that it registers again."""
 

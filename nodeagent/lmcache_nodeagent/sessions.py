@@ -11,10 +11,15 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 
+from lmcache_nodeagent.clock import Now, monotonic
+
 Pins = Mapping[Hashable, int]
 """How many pins each object has; what a method returns is the caller's to unpin."""
 
 NO_PINS: Pins = {}
+
+Listener = Callable[[int], None]
+"""Gets a lookup's hit in chunks, once."""
 
 _EXPIRY_SCAN_SECONDS = 1.0
 
@@ -24,7 +29,8 @@ class Session:
     """One request of one engine. Guarded by the table's lock.
 
     `owner` is the connection that looked up and `peer` what connections of one engine share.
-    `hit_chunks` is the result of the lookup until it is asked for. Moments are monotonic seconds.
+    `hit_chunks` is the result of the lookup until it is asked for; while the lookup is `running`
+    there is none yet, and `listeners` wait for it. Moments are monotonic seconds.
     """
 
     owner: Hashable
@@ -32,15 +38,44 @@ class Session:
     request_id: str
     hit_chunks: int | None
     pins: dict[Hashable, int]
+    began_at: float
     expires_at: float
     pins_expire_at: float
-    ended: bool = field(default=False)
+    running: bool = False
+    ended: bool = False
+    listeners: list[Listener] = field(default_factory=list)
+
+    @property
+    def state(self) -> str:
+        """What has become of the lookup."""
+        if self.running:
+            return "running"
+        if self.ended:
+            return "ended"
+        return "consumed" if self.hit_chunks is None else "ready"
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """What one session holds, for people: who, since when, how long yet."""
+
+    peer: str
+    request_id: str
+    state: str
+    pinned_objects: int
+    pins: int
+    age_seconds: float
+    seconds_left: float
 
 
 class SessionTable:
     """All sessions. Threads: any."""
 
-    def __init__(self, session_ttl_seconds: float, pin_ttl_seconds: float) -> None:
+    def __init__(
+        self, session_ttl_seconds: float, pin_ttl_seconds: float, now: Now = monotonic
+    ) -> None:
+        """A session's age counts from its last use, a pin's from its lookup."""
+        self._now = now
         self._session_ttl_seconds = session_ttl_seconds
         self._pin_ttl_seconds = pin_ttl_seconds
         self._lock = Lock()  # guards: everything below
@@ -52,14 +87,24 @@ class SessionTable:
         self, owner: Hashable, peer: str, request_id: str, hit_chunks: int, pins: Pins, now: float
     ) -> Pins:
         """Begin a session with a lookup's result; return the pins of one that it replaces."""
+        session, replaced = self.begin(owner, peer, request_id, now)
+        self.finish(session, hit_chunks, pins)
+        return replaced
+
+    def begin(
+        self, owner: Hashable, peer: str, request_id: str, now: float
+    ) -> tuple[Session, Pins]:
+        """Begin a session whose lookup runs; return it, and the pins of one that it replaces."""
         session = Session(
             owner=owner,
             peer=peer,
             request_id=request_id,
-            hit_chunks=hit_chunks,
-            pins=dict(pins),
+            hit_chunks=None,
+            pins={},
+            began_at=now,
             expires_at=now + self._session_ttl_seconds,
             pins_expire_at=now + self._pin_ttl_seconds,
+            running=True,
         )
         with self._lock:
             sessions = self._by_request.setdefault(request_id, [])
@@ -69,16 +114,51 @@ class SessionTable:
                 sessions = self._by_request.setdefault(request_id, [])
             sessions.append(session)
             self._count += 1
-        return _taken(replaced)
+            listeners = _listeners_of(replaced)
+        _tell(listeners, 0)
+        return session, _taken(replaced)
 
-    def take_status(self, owner: Hashable, peer: str, request_id: str) -> int:
-        """Return the hit in chunks, once; 0 for an unknown request and after that."""
+    def finish(self, session: Session, hit_chunks: int, pins: Pins) -> Pins:
+        """Note a lookup's result; return the pins if nobody will use them any more.
+
+        The session may have been replaced, ended or expired while the lookup ran.
+        """
+        with self._lock:
+            session.running = False
+            here = session in self._by_request.get(session.request_id, ())
+            if not here or session.ended:
+                return pins
+            listeners = _listeners_of(session)
+            session.hit_chunks = None if listeners else hit_chunks
+            session.pins = dict(pins)
+        _tell(listeners, hit_chunks)
+        return NO_PINS
+
+    def take_status(self, owner: Hashable, peer: str, request_id: str) -> int | None:
+        """Return the hit in chunks, once; 0 for an unknown request and after that.
+
+        None while the lookup runs: ask again.
+        """
         with self._lock:
             session = self._find_locked(owner, peer, request_id)
+            if session is not None and session.running:
+                return None
             if session is None or session.hit_chunks is None:
                 return 0
+            self._used_locked(session)
             hit_chunks, session.hit_chunks = session.hit_chunks, None
             return hit_chunks
+
+    def wait_status(
+        self, owner: Hashable, peer: str, request_id: str, listener: Listener
+    ) -> int | None:
+        """As `take_status`; but None means that `listener` will get the result of the lookup."""
+        with self._lock:
+            session = self._find_locked(owner, peer, request_id)
+            if session is not None and session.running:
+                session.listeners.append(listener)
+                return None
+        return self.take_status(owner, peer, request_id)
 
     def release(
         self, owner: Hashable, peer: str, request_id: str, keys: Iterable[Hashable], count: int
@@ -89,6 +169,7 @@ class SessionTable:
             session = self._find_locked(owner, peer, request_id)
             if session is None:
                 return NO_PINS
+            self._used_locked(session)
             session.hit_chunks = None
             for key in keys:
                 held = session.pins.get(key, 0)
@@ -107,10 +188,13 @@ class SessionTable:
         with self._lock:
             sessions = self._by_request.get(request_id, ())
             for session in sorted(sessions, key=lambda s: s.peer != peer):
+                before = len(consumed)
                 for key in keys:
                     if key not in consumed and session.pins.get(key):
                         _reduce(session.pins, key, 1)
                         consumed[key] = 1
+                if len(consumed) > before:
+                    self._used_locked(session)
         return consumed
 
     def end(self, owner: Hashable, peer: str, request_id: str) -> Callable[[], Pins] | None:
@@ -125,6 +209,8 @@ class SessionTable:
                 return None
             session.ended = True
             session.hit_chunks = None
+            listeners = _listeners_of(session)
+        _tell(listeners, 0)
         return lambda: self._settle(session)
 
     def _settle(self, session: Session) -> Pins:
@@ -135,6 +221,7 @@ class SessionTable:
     def expire(self, now: float) -> Sequence[Pins]:
         """Drop what is too old and return its pins; cheap to call often."""
         expired: list[Pins] = []
+        listeners: list[Listener] = []
         with self._lock:
             if now < self._next_expiry_scan:
                 return expired
@@ -143,15 +230,40 @@ class SessionTable:
             for session in everyone:
                 if session.expires_at <= now:
                     self._remove_locked(session)
+                    listeners += _listeners_of(session)
                 elif session.pins_expire_at > now:
                     continue
                 expired.append(_taken(session))
+        _tell(listeners, 0)
         return expired
+
+    def leases(self) -> Sequence[Lease]:
+        """Return what each session holds now, oldest first."""
+        now = self._now()
+        with self._lock:
+            leases = [
+                Lease(
+                    peer=session.peer,
+                    request_id=session.request_id,
+                    state=session.state,
+                    pinned_objects=len(session.pins),
+                    pins=sum(session.pins.values()),
+                    age_seconds=now - session.began_at,
+                    seconds_left=max(0.0, session.pins_expire_at - now),
+                )
+                for sessions in self._by_request.values()
+                for session in sessions
+            ]
+        return sorted(leases, key=lambda lease: -lease.age_seconds)
 
     def __len__(self) -> int:
         """Count the sessions that have not been settled."""
         with self._lock:
             return self._count
+
+    def _used_locked(self, session: Session) -> None:
+        assert self._lock.locked()
+        session.expires_at = self._now() + self._session_ttl_seconds
 
     def _find_locked(self, owner: Hashable, peer: str, request_id: str) -> Session | None:
         """The owner's own session, or else one of its peer: a client that reconnected."""
@@ -178,6 +290,19 @@ def _taken(session: Session | None) -> Pins:
         return NO_PINS
     pins, session.pins = session.pins, {}
     return pins
+
+
+def _listeners_of(session: Session | None) -> list[Listener]:
+    """Take out who waits for a session's lookup."""
+    if session is None:
+        return []
+    listeners, session.listeners = session.listeners, []
+    return listeners
+
+
+def _tell(listeners: Iterable[Listener], hit_chunks: int) -> None:
+    for listener in listeners:
+        listener(hit_chunks)
 
 
 def _reduce(pins: dict[Hashable, int], key: Hashable, count: int) -> None:

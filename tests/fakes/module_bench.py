@@ -96,7 +96,7 @@ class ModuleBench:
             LruPolicy(trigger_ratio=1.0),
             now=self.now,
         )
-        self.sessions = SessionTable(SESSION_TTL, PIN_TTL)
+        self.sessions = SessionTable(SESSION_TTL, PIN_TTL, self.now)
         self.layouts = LayoutRegistry()
         self.absent = AbsentPings()
         self.journal, self.reaped_lately = Journal("boot"), ReapedLately()
@@ -229,7 +229,9 @@ class Engine:
         call = Call(by or self.scheduler)
         made = self.key(**{"rank": None, **changes})
         self.bench.lookups.lookup(call, made, self.world)
-        return self.bench.lookups.query_prefetch_status(call, made.request_id)
+        hit = self.bench.lookups.query_prefetch_status(call, made.request_id)
+        assert hit is not None, "nothing runs beside it"
+        return hit
 
     def free(self, by: Connection | None = None, **changes: object) -> None:
         """Give back locks."""

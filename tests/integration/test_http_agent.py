@@ -20,7 +20,7 @@ from tests.polling import poll_until
 LARGE_ID = (1 << 63) - 1
 MAPPED_BYTES = 2 * 2 * 64 * 16 * 2 * 8 * 2
 EVERYWHERE = ("/healthz", "/readyz", "/metrics")
-LOOPBACK_ONLY = ("/status", "/v1/instances", "/v1/reaps")
+LOOPBACK_ONLY = ("/status", "/v1/instances", "/v1/leases", "/v1/reaps")
 LIVENESS_KEYS = {
     "enabled",
     "reap_timeout_seconds",

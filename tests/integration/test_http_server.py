@@ -37,6 +37,10 @@ class SmallView:
         """Return about 1 MB, more than a socket buffers."""
         return [{"instance_id": str(number), "padding": "x" * 100} for number in range(8000)]
 
+    def leases(self) -> Sequence[Mapping[str, object]]:
+        """One."""
+        return [{"request_id": "r1"}]
+
     def reaps(self, since: int) -> Mapping[str, object]:
         """Return nothing."""
         return {"next": since}

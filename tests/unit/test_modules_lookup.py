@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from unittest.mock import patch
+
 import msgspec
 import pytest
 
 from lmcache_nodeagent.errors import MalformedRequest
-from lmcache_nodeagent.events import LookedUp
-from lmcache_nodeagent.modules.calls import Call
+from lmcache_nodeagent.events import LookedUp, UnheldRelease
+from lmcache_nodeagent.modules.calls import Call, Pending
 from lmcache_nodeagent.modules.lookup import MAX_READERS
+from lmcache_nodeagent.storage.objects import ObjectKey
 from tests.fakes.liveness_parts import connection
 from tests.fakes.module_bench import (
     CHUNK,
@@ -183,6 +187,8 @@ def test_another_salt_or_connection_frees_nothing_of_anybodys() -> None:
     two.free(end=4, salt="s1")
     two.end()
     assert bench.pins() == 4
+    unheld = [fact for fact in bench.facts if isinstance(fact, UnheldRelease)]
+    assert [fact.objects for fact in unheld] == [4, 4]
     one.end()
     bench.transfers_end()
     assert bench.pins() == 0
@@ -307,6 +313,32 @@ def test_a_status_belongs_to_the_connection_that_looked_up() -> None:
     assert bench.lookups.query_prefetch_status(stranger, "r1") == 0
     assert bench.lookups.query_prefetch_status(Call(engine.scheduler), "r1") == 2
     assert bench.lookups.query_prefetch_status(Call(engine.scheduler), "r1") == 0
+
+
+def test_a_wait_for_a_lookup_is_answered_with_its_end() -> None:
+    """No thread waits meanwhile; without one that runs the answer is there at once."""
+    bench = ModuleBench()
+    engine = Engine(bench)
+    engine.store(end=2)
+    call = Call(engine.scheduler)
+    answers: list[object] = []
+
+    def wait() -> None:
+        later = bench.lookups.wait_prefetch_status(call, "r1", 5.0)
+        assert isinstance(later, Pending)
+        later.when_settled(answers.append)
+
+    real_pin = bench.store_.pin
+
+    def pin(keys: Sequence[ObjectKey], count: int = 1) -> bool:
+        wait()
+        assert bench.lookups.query_prefetch_status(call, "r1") is None
+        return real_pin(keys, count)
+
+    with patch.object(bench.store_, "pin", pin):
+        bench.lookups.lookup(call, engine.key(end=2, rank=None), 1)
+    assert answers == [2]
+    assert bench.lookups.wait_prefetch_status(call, "r1", 5.0) == 0
 
 
 def test_every_operation_of_the_module_is_served() -> None:

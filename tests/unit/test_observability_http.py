@@ -43,6 +43,10 @@ class FakeView:
         """Return one worker."""
         return ({"instance_id": "9223372036854775807", "deadline_seconds": None},)
 
+    def leases(self) -> Sequence[Mapping[str, object]]:
+        """One."""
+        return [{"request_id": "r1"}]
+
     def reaps(self, since: int) -> Mapping[str, object]:
         """Remember what was asked."""
         self.asked_since.append(since)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lmcache_nodeagent.sessions import Pins, SessionTable
+from lmcache_nodeagent.sessions import Lease, Pins, SessionTable
 
 TTL, LEASE = 600.0, 300.0
 A, B = object(), object()
@@ -16,7 +17,7 @@ A, B = object(), object()
 
 def table() -> SessionTable:
     """An empty table."""
-    return SessionTable(TTL, LEASE)
+    return SessionTable(TTL, LEASE, lambda: 0.0)
 
 
 def started(*, hit: int = 2, now: float = 0.0) -> SessionTable:
@@ -161,6 +162,75 @@ def test_pins_end_with_their_lease_the_session_with_its_age() -> None:
     sessions.expire(TTL)
     assert len(sessions) == 0
     assert sessions.end(A, "a", "r1") is None
+
+
+def test_a_session_ages_from_its_last_use() -> None:
+    """A long request keeps its own; upstream counts from the lookup. Pins keep their lease."""
+    for use in ("status", "release", "consume"):
+        moment = [0.0]
+        sessions = SessionTable(TTL, TTL + LEASE, lambda moment=moment: moment[0])  # type: ignore[misc]
+        sessions.start(A, "a", "r1", 2, {"x": 2}, 0.0)
+        moment[0] = TTL - 1
+        if use == "status":
+            assert sessions.take_status(A, "a", "r1") == 2
+        elif use == "release":
+            assert sessions.release(A, "a", "r1", ["x"], 1) == {"x": 1}
+        else:
+            assert sessions.consume("a", "r1", ["x"]) == {"x": 1}
+        sessions.expire(TTL)
+        assert len(sessions) == 1
+        sessions.expire(2 * TTL - 1)
+        assert len(sessions) == 0
+
+
+def test_a_lookup_that_runs_has_no_status_yet() -> None:
+    """Who asks shall ask again, who waits is told at its end, and then it is consumed."""
+    sessions, told = table(), list[int]()
+    session, replaced = sessions.begin(A, "a", "r1", 0.0)
+    assert (session.state, replaced) == ("running", {})
+    assert sessions.take_status(A, "a", "r1") is None
+    assert sessions.wait_status(A, "a", "r1", told.append) is None
+    assert sessions.finish(session, 3, {"x": 1}) == {}
+    assert (told, session.state) == ([3], "consumed")
+    assert sessions.take_status(A, "a", "r1") == 0
+    assert sessions.wait_status(A, "a", "r1", told.append) == 0
+
+
+@pytest.mark.parametrize("fate", ["ended", "replaced", "expired"])
+def test_a_lookup_that_runs_for_nobody_gives_its_pins_back(fate: str) -> None:
+    """Who waits for it is told that there is nothing."""
+    sessions, told = table(), list[int]()
+    session, _ = sessions.begin(A, "a", "r1", 0.0)
+    sessions.wait_status(A, "a", "r1", told.append)
+    if fate == "ended":
+        settle = sessions.end(A, "a", "r1")
+        assert settle is not None
+        assert (session.state, settle()) == ("running", {})
+    elif fate == "replaced":
+        sessions.begin(A, "a", "r1", 1.0)
+    else:
+        sessions.expire(TTL)
+    assert told == [0]
+    assert sessions.finish(session, 3, {"x": 1}) == {"x": 1}
+
+
+def test_leases_tell_who_holds_what() -> None:
+    """Oldest first, each with the state of its look-up."""
+    sessions = SessionTable(TTL, LEASE, lambda: 10.0)
+    sessions.start(B, "b", "r2", 1, {"x": 3}, 7.0)
+    sessions.start(A, "a", "r1", 2, {"x": 1, "y": 1}, 4.0)
+    sessions.take_status(A, "a", "r1")
+    sessions.start(A, "a", "r3", 0, {}, 9.0)
+    sessions.end(A, "a", "r3")
+    first, second, third = sessions.leases()
+    assert first == Lease("a", "r1", "consumed", 2, 2, 6.0, LEASE - 6.0)
+    assert (second.request_id, second.state, second.pinned_objects, second.pins) == (
+        "r2",
+        "ready",
+        1,
+        3,
+    )
+    assert (third.state, third.pins) == ("ended", 0)
 
 
 def test_nobody_settling_the_age_does() -> None:

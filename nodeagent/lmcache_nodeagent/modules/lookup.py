@@ -7,7 +7,8 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from lmcache_nodeagent.errors import MalformedRequest
-from lmcache_nodeagent.events import LookedUp
+from lmcache_nodeagent.events import LookedUp, UnheldRelease
+from lmcache_nodeagent.modules.calls import Pending
 from lmcache_nodeagent.modules.object_keys import object_keys
 from lmcache_nodeagent.sessions import NO_PINS
 
@@ -80,14 +81,17 @@ class LookupModule:
         self.expire(now)
         chunks = key.end // self._hasher.chunk_tokens
         identities = self._layouts.find(key.model_name, key.world_size)
-        hit, pins = 0, NO_PINS
-        if identities and chunks and key.end <= len(key.token_ids):
-            hit, pins = self._pin_longest_prefix(key, identities)
         connection = call.connection
-        replaced = self._sessions.start(
-            connection, connection.peer.identity, key.request_id, hit, pins, now
+        session, replaced = self._sessions.begin(
+            connection, connection.peer.identity, key.request_id, now
         )
-        self._unpin(replaced)
+        hit, pins = 0, NO_PINS
+        try:
+            if identities and chunks and key.end <= len(key.token_ids):
+                hit, pins = self._pin_longest_prefix(key, identities)
+        finally:
+            self._unpin(self._sessions.finish(session, hit, pins))
+            self._unpin(replaced)  # not before: chunks of both stay throughout
         self._publish(LookedUp(key.model_name, chunks, hit))
 
     def _pin_longest_prefix(self, key: CacheKey, identities: Sequence[int]) -> tuple[int, Pins]:
@@ -138,15 +142,25 @@ class LookupModule:
                 return index
         return len(row)
 
-    def query_prefetch_status(self, call: Call, request_id: str) -> int:
-        """Return the hit in chunks, once; 0 for a request that is unknown or was answered."""
+    def query_prefetch_status(self, call: Call, request_id: str) -> int | None:
+        """Return the hit in chunks, once; 0 for a request that is unknown or was answered.
+
+        None while the lookup runs on another thread.
+        """
         connection = call.connection
         return self._sessions.take_status(connection, connection.peer.identity, request_id)
 
-    def wait_prefetch_status(self, call: Call, request_id: str, timeout: float) -> int:
-        """Answer as the query does: without lower tiers there is nothing to wait for."""
+    def wait_prefetch_status(self, call: Call, request_id: str, timeout: float) -> int | Pending:
+        """Answer as the query does, but with the end of a lookup that runs; no thread waits.
+
+        A lookup ends by itself, there is no tier below L1 to wait for: the time-out is not needed.
+        """
         del timeout
-        return self.query_prefetch_status(call, request_id)
+        later, connection = Pending(), call.connection
+        hit = self._sessions.wait_status(
+            connection, connection.peer.identity, request_id, later.settle
+        )
+        return later if hit is None else hit
 
     def free_lookup_locks(self, call: Call, key: CacheKey, shards: int) -> None:
         """Unpin the chunks of [start, end) that this request's own lookup pinned.
@@ -169,11 +183,12 @@ class LookupModule:
         ]
         connection = call.connection
         readers = max(1, min(key.num_kv_readers, MAX_READERS))
-        self._unpin(
-            self._sessions.release(
-                connection, connection.peer.identity, key.request_id, keys, readers
-            )
+        released = self._sessions.release(
+            connection, connection.peer.identity, key.request_id, keys, readers
         )
+        self._unpin(released)
+        if not released:
+            self._publish(UnheldRelease(connection.peer.text, len(keys)))
 
     def end_session(self, call: Call, request_id: str) -> None:
         """End a request; its pins go once the transfers that are under way have finished.

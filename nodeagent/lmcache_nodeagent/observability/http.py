@@ -48,6 +48,9 @@ class AgentView(Protocol):
     def instances(self) -> Sequence[Mapping[str, object]]:
         """The entries of `/v1/instances`; instance ids are decimal strings."""
 
+    def leases(self) -> Sequence[Mapping[str, object]]:
+        """The entries of `/v1/leases`."""
+
     def reaps(self, since: int) -> Mapping[str, object]:
         """The body of `/v1/reaps`: entries of the journal after the sequence number `since`."""
 
@@ -200,6 +203,10 @@ def _instances(view: AgentView, _: str) -> _Reply:
     return _json(HTTPStatus.OK, {"instances": view.instances()})
 
 
+def _leases(view: AgentView, _: str) -> _Reply:
+    return _json(HTTPStatus.OK, {"leases": view.leases()})
+
+
 def _reaps(view: AgentView, query: str) -> _Reply:
     try:
         since = _since(query)
@@ -214,6 +221,7 @@ _ROUTES: Mapping[str, _Route] = {
     "/metrics": _Route(_metrics, loopback_only=False),
     "/status": _Route(_status, loopback_only=True),
     "/v1/instances": _Route(_instances, loopback_only=True),
+    "/v1/leases": _Route(_leases, loopback_only=True),
     "/v1/reaps": _Route(_reaps, loopback_only=True),
 }
 

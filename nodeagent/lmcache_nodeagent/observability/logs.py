@@ -52,6 +52,7 @@ _LEVELS: dict[type[Event], int] = {
     events.Stored: logging.DEBUG,
     events.Retrieved: logging.DEBUG,
     events.LookedUp: logging.DEBUG,
+    events.UnheldRelease: logging.DEBUG,
 }
 """State changes are info, unless they stand here; requests and repeats are debug."""
 

@@ -215,6 +215,11 @@ COUNTED: tuple[Counted, ...] = (
         amount="seconds",
         buckets=COPY_BUCKETS,
     ),
+    Counted(
+        "unheld_releases_total",
+        "Releases of lookup locks that their request does not hold; nothing was freed.",
+        events.UnheldRelease,
+    ),
     Counted("lookups_total", "Lookups.", events.LookedUp),
     Counted(
         "lookup_requested_chunks_total",
@@ -269,10 +274,18 @@ TRANSFERS_OVERDUE_TOTAL = Sampled(
     kind="counter",
 )
 SESSIONS = Sampled("sessions", "Requests whose lookup is remembered.")
+LEASES = Sampled("leases", "Sessions that keep objects from eviction.")
+OLDEST_LEASE_SECONDS = Sampled("oldest_lease_seconds", "Age of the oldest of these sessions.")
 MODELS = Sampled("models", "Models, by name and world size, that have a registered worker.")
 L1_CAPACITY_BYTES = Sampled("l1_capacity_bytes", "Size of L1.")
 L1_USED_BYTES = Sampled("l1_used_bytes", "Bytes of L1 in use, unfinished stores included.")
 L1_PINNED_BYTES = Sampled("l1_pinned_bytes", "Bytes of L1 that cannot be evicted now.")
+L1_PINNED_OBJECTS = Sampled("l1_pinned_objects", "Objects that cannot be evicted now.")
+L1_EXCESS_UNPINS_TOTAL = Sampled(
+    "l1_excess_unpins_total",
+    "Pins taken off that were not there: a fault of the agent's own books.",
+    kind="counter",
+)
 L1_OBJECTS = Sampled("l1_objects", "Objects that lookups can find.")
 L1_EVICTED_TOTAL = Sampled("l1_evicted_total", "Objects that gave way to others.", kind="counter")
 L1_REFUSED_TOTAL = Sampled("l1_refused_total", "Reservations that did not fit.", kind="counter")
@@ -301,10 +314,14 @@ SAMPLED: tuple[Sampled, ...] = (
     TRANSFERS_HANGING,
     TRANSFERS_OVERDUE_TOTAL,
     SESSIONS,
+    LEASES,
+    OLDEST_LEASE_SECONDS,
     MODELS,
     L1_CAPACITY_BYTES,
     L1_USED_BYTES,
     L1_PINNED_BYTES,
+    L1_PINNED_OBJECTS,
+    L1_EXCESS_UNPINS_TOTAL,
     L1_OBJECTS,
     L1_EVICTED_TOTAL,
     L1_REFUSED_TOTAL,
