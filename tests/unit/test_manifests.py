@@ -43,6 +43,12 @@ def deployed(kind: str, name: str = "lmcache-operator") -> Manifest:
     return found[0]
 
 
+def pinned(lock: str) -> set[str]:
+    """Return `name==version` of everything in a lock."""
+    lines = (ROOT / "requirements" / f"{lock}.txt").read_text().splitlines()
+    return {line.split()[0] for line in lines if "==" in line and line[0].isalnum()}
+
+
 def container(deployment: Manifest) -> Manifest:
     """Return the only container of a Deployment."""
     (found,) = deployment["spec"]["template"]["spec"]["containers"]
@@ -227,6 +233,13 @@ def test_the_example_worker_shares_its_memory(example: Manifest, worker: Manifes
     shared = {"path": "/dev/shm", "type": "Directory"}
     for pod in (theirs, its):
         assert shared in [volume.get("hostPath") for volume in pod["volumes"]]
+
+
+def test_the_image_holds_what_the_tests_ran_with() -> None:
+    """Its locks name no release that the developers' lock does not."""
+    tested = pinned("dev")
+    for lock in ("runtime", "build"):
+        assert pinned(lock) <= tested
 
 
 def reference(server: Manifest) -> ServerRef:

@@ -65,9 +65,9 @@ class WorkerPod:
             if not container_id or container_id == after:
                 return None
             said = [line for line in self.said() if line["event"] == "registered"]
-            if not said:
-                return None
             pid = self._cluster.node.process_id(container_id)
+            if not said or pid is None:
+                return None
             return Run(container_id, pid, said[-1]["instance_id"], said[-1]["at"])
 
         return poll_until(registered, START_SECONDS, f"{self.name} registers")
@@ -174,9 +174,10 @@ class ServedNamespace:
         return pod
 
     def agent_process_id(self, server: str = SERVER) -> int:
-        """Return the agent's process, as the node sees it."""
-        (status,) = self.agent_pod(server)["status"]["containerStatuses"]
-        return self.cluster.node.process_id(status["containerID"])
+        """Wait for a running agent; return its process, as the node sees it."""
+        return poll_until(
+            lambda: self._process_of(self.agent_pod(server)), SEEN_SECONDS, "an agent runs"
+        )
 
     def events(self, reason: str) -> list[dict[str, Any]]:
         """Return the Events of a reason."""
@@ -207,13 +208,16 @@ class ServedNamespace:
         """Wait for a running operator; return its process, as the node sees it."""
 
         def running() -> int | None:
-            (pod,) = self._operator_pods()
-            (status,) = pod["status"]["containerStatuses"]
-            if "running" not in status["state"]:
-                return None
-            return self.cluster.node.process_id(status["containerID"])
+            pods = self._operator_pods()
+            return self._process_of(pods[0]) if len(pods) == 1 else None
 
         return poll_until(running, SEEN_SECONDS, "an operator runs")
+
+    def _process_of(self, pod: dict[str, Any]) -> int | None:
+        (status,) = pod["status"].get("containerStatuses") or [{"state": {}}]
+        if "running" not in status["state"]:
+            return None
+        return self.cluster.node.process_id(status["containerID"])
 
     def _operator_pods(self) -> list[dict[str, Any]]:
         return self.cluster.objects("pods", f"--namespace={OPERATOR_NAMESPACE}")
