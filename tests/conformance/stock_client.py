@@ -30,6 +30,7 @@ from lmcache.v1.multiprocess.custom_types import BlockAllocationRecord
 from lmcache.v1.multiprocess.group_view import EngineGroupInfo
 
 from tests.conformance import refusals
+from tests.conformance.stock_layouts import LAYOUTS, Layout, block_axis
 
 MODEL = "demo/model"
 LAYERS, BLOCKS, BLOCK_TOKENS, HEADS, HEAD_SIZE = 2, 64, 16, 2, 8
@@ -48,6 +49,13 @@ class StockClient:
         self._scheduler: Any = None
         self._worker: Any = None
         self._caches: dict[str, torch.Tensor] = {}
+        self._layout: Layout | None = None
+        self._ranks: dict[int, StockClient] = {}
+
+    def on(self, rank: int, command: str, /, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401  # JSON
+        """Give a command to another rank of this process, which has adapters of its own."""
+        client = self._ranks.setdefault(rank, StockClient())
+        return getattr(client, command)(*arguments, **options)
 
     def open(
         self,
@@ -59,6 +67,7 @@ class StockClient:
         rank: int = 0,
         *,
         kv_events: bool = False,
+        mla: bool = False,
     ) -> int:
         """Connect a scheduler and a worker; return the agent's chunk size."""
         config = {
@@ -67,7 +76,7 @@ class StockClient:
             "lmcache.mp.mp_transfer_mode": mode,
         }
         strategy = ParallelStrategy(
-            mla_only=False,
+            mla_only=mla,
             vllm_world_size=world_size,
             vllm_worker_id=rank,
             tp_size=world_size,
@@ -95,6 +104,40 @@ class StockClient:
             self._worker.transfer_ctx = None  # a worker that fails to start never unregisters
             raise
         return str(self._worker.instance_id)
+
+    def register_layout(self, name: str, seed: int = 1) -> str:
+        """Register memory that lies as one of `LAYOUTS`; return the instance id."""
+        self._layout = layout = LAYOUTS[name]
+        noise = torch.Generator().manual_seed(seed)
+        self._caches = {
+            f"layer.{number}": (torch.randn(shape, generator=noise) * 50).to(getattr(torch, dtype))
+            for number, (shape, dtype) in enumerate(layout.layers)
+        }
+        groups = [
+            EngineGroupInfo(group.group, group.layers, group.tokens_per_block, group.window)
+            for group in layout.groups
+        ]
+        self._worker.register_kv_caches(self._caches, groups, {"kv_layout": layout.hint})
+        return str(self._worker.instance_id)
+
+    def contents(self, first_token: int, tokens: int) -> list[str]:
+        """Hash, for each layer, the blocks that hold these tokens of the memory, window or not."""
+        assert self._layout is not None
+        hashes = []
+        for group in self._layout.groups:
+            first, count = first_token // group.tokens_per_block, tokens // group.tokens_per_block
+            kept = range(count)
+            if group.window > 0:  # of each chunk only the last window is kept
+                chunk = 4 * BLOCK_TOKENS // group.tokens_per_block
+                window = group.window // group.tokens_per_block
+                kept = [block for block in kept if block % chunk >= chunk - window]  # type: ignore[assignment]
+            index = torch.tensor([first + block for block in kept])
+            for layer in group.layers:
+                cache = self._caches[f"layer.{layer}"]
+                part = cache.index_select(block_axis(self._layout.layers[layer][0]), index)
+                raw = part.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                hashes.append(hashlib.sha256(raw).hexdigest())
+        return hashes
 
     def lookup(self, request: str, seed: int, chunks: int, salt: str = "") -> int:
         """Return how many tokens of a prompt the agent has; the request stays open."""
@@ -201,6 +244,10 @@ class StockClient:
             if adapter is not None:
                 adapter.shutdown()
         self._caches = {}
+        self._layout = None
+        for client in self._ranks.values():
+            client.close()
+        self._ranks = {}
 
     def _no_longer_stored(self, request: str) -> bool:
         self._worker.get_finished({request})  # which forgets stores that ended
@@ -213,8 +260,12 @@ class StockClient:
 
     def _operation(self, seed: int, chunks: int, first_block: int, skip: int = 0) -> LoadStoreOp:
         tokens = self._tokens(seed, chunks)
-        blocks = list(range(first_block, first_block + len(tokens) // BLOCK_TOKENS))
-        return LoadStoreOp(tokens, [blocks], 0, len(tokens), skip_first_n_tokens=skip)
+        sizes = [BLOCK_TOKENS] if self._layout is None else self._layout.block_lists
+        lists = []
+        for size in sizes:  # `first_block` counts in blocks of 16 tokens
+            first = first_block * BLOCK_TOKENS // size
+            lists.append(list(range(first, first + len(tokens) // size)))
+        return LoadStoreOp(tokens, lists, 0, len(tokens), skip_first_n_tokens=skip)
 
     @staticmethod
     def _until(condition: Callable[[], bool]) -> None:
