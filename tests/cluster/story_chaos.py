@@ -33,6 +33,9 @@ class Chaos:
 
     Reported only: every end is one that the kubelet reports, and its pod stays until the round
     after, so that all of it is proof. Otherwise pods also go unreported.
+
+    Attributes:
+        slowest: the slowest round: its seconds, what it waited for, and its script.
     """
 
     def __init__(self, story: Story, seed: int, *, reported_only: bool) -> None:
@@ -44,6 +47,7 @@ class Chaos:
         self._last_id = 0
         self._reaps: dict[tuple[str, int], int] = {}
         self._script: list[str] = []
+        self.slowest: tuple[float, list[str], list[str]] = (0.0, [], [])
 
     def begin(self) -> None:
         """Make the first engines."""
@@ -163,18 +167,23 @@ class Chaos:
 
     def _converge(self) -> float:
         began = time.monotonic()
-        problem = [""]
+        waits: list[str] = []
 
         def converged() -> bool:
-            problem[0] = self._difference()
-            return not problem[0]
+            problem = self._difference()
+            if problem and problem not in waits[-1:]:
+                waits.append(problem)
+            return not problem
 
         try:
             poll_until(converged, CONVERGES_SECONDS)
         except AssertionError:
             script = "\n  ".join(self._script)
-            raise AssertionError(f"{problem[0]}, after:\n  {script}\n{self._logs()}") from None
-        return time.monotonic() - began
+            raise AssertionError(f"{waits[-1]}, after:\n  {script}\n{self._logs()}") from None
+        seconds = time.monotonic() - began
+        if seconds > self.slowest[0]:
+            self.slowest = (seconds, waits, self._script)
+        return seconds
 
     def _logs(self) -> str:
         logs = [self._story.operator.log_text()]

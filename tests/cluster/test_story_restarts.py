@@ -33,3 +33,4 @@ def test_random_rounds_converge(
     seconds = [chaos.round() for _ in range(ROUNDS)]
     record_property("converged_after_seconds", [round(each, 2) for each in seconds])
     print(f"converged after {sorted(round(each, 2) for each in seconds)} s")  # noqa: T201
+    print(f"slowest: {chaos.slowest}")  # noqa: T201
