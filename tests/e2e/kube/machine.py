@@ -40,6 +40,8 @@ def missing_packages() -> list[str]:
     """Return the Debian packages to install, in order."""
     absent = {package for program, package in _PROGRAMS.items() if not shutil.which(program)}
     absent |= {package for file, package in _FILES.items() if not file.exists()}
+    if BUSYBOX.exists() and b"ld-linux" in BUSYBOX.read_bytes()[:4096]:  # names its loader
+        absent.add(_FILES[BUSYBOX])
     return sorted(absent)
 
 
