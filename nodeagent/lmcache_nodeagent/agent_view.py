@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lmcache_nodeagent.liveness.release import Release, Releaser
     from lmcache_nodeagent.liveness.targets import ReapableEntry
     from lmcache_nodeagent.modules.layouts import LayoutRegistry
+    from lmcache_nodeagent.modules.slot_quarantine import SlotQuarantine
     from lmcache_nodeagent.observability.bus import EventBus
     from lmcache_nodeagent.observability.metrics import Metrics, Reading
     from lmcache_nodeagent.operator_link.client import OperatorLink
@@ -50,6 +51,7 @@ class Parts:
     releaser: Releaser
     journal: Journal
     store: L1Store
+    quarantine: SlotQuarantine
     sessions: SessionTable
     layouts: LayoutRegistry
     sync_pool: OrderedPool
@@ -178,6 +180,7 @@ class RunningAgent:
             "used_bytes": stats.used_bytes,
             "pinned_bytes": stats.pinned_bytes,
             "staging_bytes": stats.staging_bytes,
+            "quarantined_bytes": self._parts.quarantine.held_bytes(),
             "objects": stats.objects,
             "pinned_objects": stats.pinned_objects,
             "evicted_total": stats.evicted_total,
@@ -257,6 +260,7 @@ def metrics_snapshot(parts: Parts) -> Reading:
         catalog.L1_PINNED_BYTES: stats.pinned_bytes,
         catalog.L1_PINNED_OBJECTS: stats.pinned_objects,
         catalog.L1_EXCESS_UNPINS_TOTAL: stats.excess_unpins_total,
+        catalog.L1_QUARANTINED_BYTES: parts.quarantine.held_bytes(),
         catalog.L1_OBJECTS: stats.objects,
         catalog.L1_EVICTED_TOTAL: stats.evicted_total,
         catalog.L1_REFUSED_TOTAL: stats.refused_total,

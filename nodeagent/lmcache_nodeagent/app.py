@@ -8,7 +8,7 @@ Threads, all made here:
 | `zmq-router` | `Router.run`: reads, stamps liveness, routes, replies; answers ping, noop, get_chunk_size and get_experimental itself | socket, reply queue |
 | `sync` | `OrderedPool.work`: registrations, in order | its queue |
 | `normal-<n>` | `OrderedPool.work`: lookups, their status, locks, sessions, clear | bounded queue |
-| `transfer-<n>` | `LanePool.work`: store and retrieve, first in first out per connection | lanes |
+| `transfer-<n>` | `LanePool.work`: store and retrieve, prepare and commit, first in first out per connection | lanes |
 | `transfer-watch` | `LanePool.watch`: answers transfers at their deadline | every second |
 | `transfer-again-<n>` | takes the place of a `transfer-<n>` whose copy hangs, until that one returns | lanes |
 | `reaper` | `Reaper.run` | earliest deadline, new evidence |
@@ -114,6 +114,7 @@ class App:
                     boot_id=self.boot_id,
                     sockets=sockets,
                     region=self._region.buffer,
+                    region_name=self._region.name,
                     opener=opener,
                     bus=self._bus,
                     spawn=_spawn,

@@ -21,12 +21,17 @@ from lmcache_nodeagent.liveness.release import Releaser, Spawn
 from lmcache_nodeagent.liveness.stalls import Stalls
 from lmcache_nodeagent.modules.absent_pings import AbsentPings
 from lmcache_nodeagent.modules.chunk_copies import ChunkCopies
+from lmcache_nodeagent.modules.engine_driven_transfer import EngineDrivenTransferModule
 from lmcache_nodeagent.modules.instance_holder import HolderParts
 from lmcache_nodeagent.modules.layouts import LayoutRegistry
 from lmcache_nodeagent.modules.lmcache_driven_transfer import LMCacheDrivenTransferModule
 from lmcache_nodeagent.modules.lookup import LookupModule
 from lmcache_nodeagent.modules.management import ManagementModule
+from lmcache_nodeagent.modules.pickled_transfer import PickledTransfer
+from lmcache_nodeagent.modules.shared_pool_transfer import SharedPoolTransfer
+from lmcache_nodeagent.modules.slot_quarantine import SlotQuarantine
 from lmcache_nodeagent.operator_link.client import OperatorLink
+from lmcache_nodeagent.protocol.messages import SharedPoolInfo
 from lmcache_nodeagent.protocol.operations import Pool as PoolKind
 from lmcache_nodeagent.sessions import SessionTable
 from lmcache_nodeagent.storage.eviction import LruPolicy, NoEvictionPolicy
@@ -59,6 +64,7 @@ class Environment:
     boot_id: str
     sockets: BoundSockets
     region: memoryview
+    region_name: str
     opener: ContextOpener
     bus: EventBus
     spawn: Spawn
@@ -149,8 +155,19 @@ def assemble(env: Environment) -> Assembled:
     holder = HolderParts(
         layouts, releaser, absent_pings, reaped_lately, itertools.count(1), publish, now, wall
     )
-    transfer = LMCacheDrivenTransferModule(holder, env.opener, copies, config.chunk_size)
-    late.targets = (transfer,)
+    quarantine = SlotQuarantine(
+        store,
+        lambda: settings().close_confirm_seconds,
+        config.l1_write_ttl_seconds,
+        publish,
+        now,
+    )
+    transfers = _transfer_modules(env, holder, copies, store, sessions, hasher, quarantine)
+    late.targets = transfers
+
+    def housekeeping(moment: float) -> None:
+        lookup.expire(moment)
+        quarantine.sweep(moment)
 
     reaper = Reaper(
         late.targets,
@@ -162,7 +179,7 @@ def assemble(env: Environment) -> Assembled:
         reaped_lately,
         publish,
         now,
-        lookup.expire,
+        housekeeping,
     )
     late.reaper = reaper
     management = ManagementModule(
@@ -190,7 +207,11 @@ def assemble(env: Environment) -> Assembled:
     router = Router(env.sockets, ledger, stalls, reaper.wake, publish, now)
     reaper.watch(router)
     late.dispatcher = Dispatcher(
-        handlers={**management.handlers(), **lookup.handlers(), **transfer.handlers()},
+        handlers={
+            name: handler
+            for module in (management, lookup, *transfers)
+            for name, handler in module.handlers().items()
+        },
         pools={
             PoolKind.SYNC: sync_pool,
             PoolKind.NORMAL: normal_pool,
@@ -210,6 +231,7 @@ def assemble(env: Environment) -> Assembled:
         releaser=releaser,
         journal=journal,
         store=store,
+        quarantine=quarantine,
         sessions=sessions,
         layouts=layouts,
         sync_pool=sync_pool,
@@ -219,6 +241,38 @@ def assemble(env: Environment) -> Assembled:
         link=late.link,
     )
     return Assembled(parts, late.dispatcher)
+
+
+def _transfer_modules(
+    env: Environment,
+    holder: HolderParts,
+    copies: ChunkCopies,
+    store: L1Store,
+    sessions: SessionTable,
+    hasher: ChunkHasher,
+    quarantine: SlotQuarantine,
+) -> tuple[LMCacheDrivenTransferModule | EngineDrivenTransferModule, ...]:
+    """Make a module for each transfer mode that is served."""
+    config, publish, now = env.config, env.bus.publish, env.now
+    lmcache_driven = LMCacheDrivenTransferModule(holder, env.opener, copies, config.chunk_size)
+    if not config.serves_engine_driven:
+        return (lmcache_driven,)
+    pool = SharedPoolInfo(env.region_name, config.l1_size_bytes)
+    engine_driven = EngineDrivenTransferModule(
+        holder,
+        pool if config.shm_name else SharedPoolInfo(),
+        SharedPoolTransfer(store, quarantine, publish, now),
+        PickledTransfer(store, config.max_message_bytes, publish, now),
+        quarantine,
+        store,
+        sessions,
+        hasher,
+        copies.give_back_share,
+    )
+    if not config.serves_lmcache_driven:
+        return (engine_driven,)
+    lmcache_driven.rivals, engine_driven.rivals = (engine_driven,), (lmcache_driven,)
+    return lmcache_driven, engine_driven
 
 
 def _eviction_policy(config: AgentConfig) -> EvictionPolicy[ObjectKey]:

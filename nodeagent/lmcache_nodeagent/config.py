@@ -68,7 +68,8 @@ class AgentConfig(ReapingConfig):
         default=268_435_456,
         metadata=Flag(
             Group.MESSAGES,
-            "Largest message accepted; a connection that sends a larger one is closed.",
+            "Largest message accepted; a connection that sends a larger one is closed. An "
+            "engine-driven worker that does not map L1 sends a whole store in one.",
             unit="bytes",
             bounds=Bounds(1 << 20, 1 << 32),
         ).metadata,
@@ -178,12 +179,13 @@ class AgentConfig(ReapingConfig):
         ).metadata,
     )
 
-    supported_transfer_mode: Literal["lmcache_driven", "auto"] = field(
+    supported_transfer_mode: Literal["lmcache_driven", "engine_driven", "auto"] = field(
         default="lmcache_driven",
         metadata=Flag(
             Group.TRANSFERS,
-            "Who moves the bytes. auto offers every mode that is built.",
-            refused={"engine_driven": "it is not built yet; start workers in lmcache_driven mode"},
+            "Who moves the bytes: the agent, which maps workers' memory; or the workers, which map "
+            "L1 (see shm-name) or send the bytes; auto serves both. A worker in another mode is "
+            "refused when it registers.",
         ).metadata,
     )
     null_block_id: int = field(
@@ -339,6 +341,16 @@ class AgentConfig(ReapingConfig):
     def transfer_threads(self) -> int:
         """Threads of the pool for store and retrieve."""
         return max(self.max_workers, 2) if self.max_gpu_workers is None else self.max_gpu_workers
+
+    @property
+    def serves_lmcache_driven(self) -> bool:
+        """Whether workers may let the agent map their memory."""
+        return self.supported_transfer_mode in {"lmcache_driven", "auto"}
+
+    @property
+    def serves_engine_driven(self) -> bool:
+        """Whether workers may copy by themselves."""
+        return self.supported_transfer_mode in {"engine_driven", "auto"}
 
     @property
     def pool_name(self) -> str:

@@ -272,6 +272,40 @@ class Retrieved(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class MessagesTooSmall(Event):
+    """A worker sends its KV in messages of which `max_message_bytes` hold few tokens.
+
+    A longer store closes its connection, and the engine waits for its request time-out.
+    """
+
+    instance_id: InstanceId
+    tokens: int
+    max_message_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotsQuarantined(Event):
+    """An instance left with transfers that it had not confirmed; its process may still live.
+
+    `quarantined_bytes` of L1 are nobody's until its connections are closed.
+    """
+
+    instance_id: InstanceId
+    quarantined_bytes: int
+    transfers: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotsRecovered(Event):
+    """The slots of an instance that left are free again: nobody can use them any more."""
+
+    instance_id: InstanceId
+    recovered_bytes: int
+    transfers: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class LookedUp(Event):
     """A lookup found `hit_chunks` of `requested_chunks` as its longest usable prefix."""
 

@@ -28,6 +28,7 @@ from lmcache.integration.vllm.vllm_multi_process_adapter import (
 )
 from lmcache.v1.multiprocess.custom_types import BlockAllocationRecord
 from lmcache.v1.multiprocess.group_view import EngineGroupInfo
+from lmcache.v1.multiprocess.transfer_context import shm
 
 from tests.conformance import refusals
 from tests.conformance.stock_layouts import LAYOUTS, Layout, block_axis
@@ -89,6 +90,24 @@ class StockClient:
             url, *common, extra_config=config, enable_kv_events=kv_events
         )
         return int(self._worker.lmcache_tokens_per_chunk)
+
+    def hide_pools(self) -> None:
+        """Have the next registration find no shared pool, as in another mount namespace."""
+        hidden = self._worker
+
+        def no_pool(*_: object, **__: object) -> None:
+            raise FileNotFoundError("hidden by the test")
+
+        original, shm.shared_memory.SharedMemory = shm.shared_memory.SharedMemory, no_pool
+        register = hidden.register_kv_caches
+
+        def register_blind(*arguments: object) -> None:
+            try:
+                register(*arguments)
+            finally:
+                shm.shared_memory.SharedMemory = original
+
+        hidden.register_kv_caches = register_blind
 
     def register(self, layout: str = "NHD", dtype: str = "bfloat16", seed: int = 1) -> str:
         """Make KV memory with known content and register it; return the instance id."""

@@ -13,6 +13,7 @@ import time
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http.client import HTTPConnection
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -109,6 +110,17 @@ class VllmProcess:
         }
         choice = json.loads(self._http("/v1/completions", request))["choices"][0]
         return Answer(choice["text"], tuple(choice["logprobs"]["token_logprobs"]))
+
+    def ask_and_leave(self, prompt: str) -> None:
+        """Begin to complete a prompt at length, and go away after the first token."""
+        request = {"model": "tiny", "prompt": prompt, "max_tokens": 500, "ignore_eos": True}
+        connection = HTTPConnection("127.0.0.1", self._port, timeout=REQUEST_SECONDS)
+        with contextlib.closing(connection):
+            body = json.dumps({**request, "stream": True})
+            connection.request(
+                "POST", "/v1/completions", body, {"content-type": "application/json"}
+            )
+            connection.getresponse().read(1)
 
     def ask_counted(self, prompt: str, salt: str | None = None) -> Answer:
         """Complete a prompt while nothing else runs, and count its tokens by source."""

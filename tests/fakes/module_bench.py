@@ -18,15 +18,20 @@ from lmcache_nodeagent.liveness.release import Releaser
 from lmcache_nodeagent.modules.absent_pings import AbsentPings
 from lmcache_nodeagent.modules.calls import Call
 from lmcache_nodeagent.modules.chunk_copies import ChunkCopies
+from lmcache_nodeagent.modules.engine_driven_transfer import EngineDrivenTransferModule
 from lmcache_nodeagent.modules.instance_holder import HolderParts
 from lmcache_nodeagent.modules.layouts import LayoutRegistry
 from lmcache_nodeagent.modules.lmcache_driven_transfer import LMCacheDrivenTransferModule
 from lmcache_nodeagent.modules.lookup import LookupModule
+from lmcache_nodeagent.modules.pickled_transfer import PickledTransfer
+from lmcache_nodeagent.modules.shared_pool_transfer import SharedPoolTransfer
+from lmcache_nodeagent.modules.slot_quarantine import SlotQuarantine
 from lmcache_nodeagent.protocol.messages import (
     CacheKey,
     EngineGroupInfo,
     EngineType,
     LayoutHints,
+    SharedPoolInfo,
     TensorDescriptor,
 )
 from lmcache_nodeagent.sessions import SessionTable
@@ -43,6 +48,7 @@ PER_CHUNK = CHUNK // BLOCK
 SHAPE = [2, CHUNKS * PER_CHUNK + 1, BLOCK, 1, 4]
 
 SESSION_TTL, PIN_TTL = 600.0, 300.0
+CLOSE_CONFIRM, PATIENCE = 10.0, 600.0
 
 
 def tokens(prompt: int = 0, chunks: int = CHUNKS) -> list[int]:
@@ -84,15 +90,18 @@ def key(
 class ModuleBench:
     """Everything that serves transfers and look-ups. `after` holds what waits for transfers."""
 
-    def __init__(self, objects: int = 64) -> None:
+    def __init__(
+        self, objects: int = 64, *, shm: bool = True, max_message_bytes: int = 1 << 20
+    ) -> None:
         self.now = FakeClock(1000.0)
         self.facts: list[Event] = []
         self.hooks = StubHooks()
         self.opener = StubOpener(self.hooks)
         self.threads = ThreadsByHand()
         self.after: list[Callable[[], None]] = []
+        self.region = memoryview(bytearray(objects * ALIGNMENT_BYTES))
         self.store_ = L1Store(
-            memoryview(bytearray(objects * ALIGNMENT_BYTES)),
+            self.region,
             LruPolicy(trigger_ratio=1.0),
             now=self.now,
         )
@@ -126,10 +135,28 @@ class ModuleBench:
             self.wall,
         )
         self.transfer = LMCacheDrivenTransferModule(self.holder, self.opener, copies, CHUNK)
+        self.quarantine = SlotQuarantine(
+            self.store_, lambda: CLOSE_CONFIRM, PATIENCE, publish, self.now
+        )
+        pool = SharedPoolInfo("pool", len(self.region)) if shm else SharedPoolInfo()
+        self.engine_driven = EngineDrivenTransferModule(
+            self.holder,
+            pool,
+            SharedPoolTransfer(self.store_, self.quarantine, publish, self.now),
+            PickledTransfer(self.store_, max_message_bytes, publish, self.now),
+            self.quarantine,
+            self.store_,
+            self.sessions,
+            hasher,
+            copies.give_back_share,
+        )
+        self.transfer.rivals = (self.engine_driven,)
+        self.engine_driven.rivals = (self.transfer,)
 
     def drop_instance_state(self, instance_id: InstanceId) -> None:
-        """Tell the one holder of instance state."""
+        """Tell the holders of instance state."""
         self.transfer.drop_instance_state(instance_id)
+        self.engine_driven.drop_instance_state(instance_id)
 
     def pins(self) -> int:
         """Objects that somebody has pinned; and never were more pins taken off than there were."""

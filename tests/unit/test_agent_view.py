@@ -95,6 +95,7 @@ class Bench(ModuleBench):
             releaser=self.releaser,
             journal=self.journal,
             store=self.store_,
+            quarantine=self.quarantine,
             sessions=self.sessions,
             layouts=self.layouts,
             sync_pool=OrderedPool(run, 8),

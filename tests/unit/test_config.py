@@ -166,7 +166,6 @@ class TestMessages:
             ("--eviction-policy=IsolatedLRU", "must be LRU or noop: quotas per cache salt are not"),
             ("--hash-algorithm=builtin", "hash-algorithm is 'builtin', but must be blake3: Python"),
             ("--hash-algorithm=sha256_cbor", "must be blake3: it is the slower hash"),
-            ("--supported-transfer-mode=engine_driven", "it is not built yet; start workers in"),
             ("--host=", "host is empty, but must have a value: leave it out for localhost"),
             ("--host=a b", "host is 'a b', but must be a host name, an address, or *"),
             ("--ipc-path=run/a.sock", "ipc-path is 'run/a.sock', but must be an absolute path"),

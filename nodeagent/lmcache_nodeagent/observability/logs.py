@@ -49,6 +49,7 @@ _LEVELS: dict[type[Event], int] = {
     events.RequestFailed: logging.ERROR,
     events.MalformedMessage: logging.WARNING,
     events.ReplyDropped: logging.WARNING,
+    events.MessagesTooSmall: logging.WARNING,
     events.Stored: logging.DEBUG,
     events.Retrieved: logging.DEBUG,
     events.LookedUp: logging.DEBUG,

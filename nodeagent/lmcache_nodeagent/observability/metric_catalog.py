@@ -286,6 +286,10 @@ L1_EXCESS_UNPINS_TOTAL = Sampled(
     "Pins taken off that were not there: a fault of the agent's own books.",
     kind="counter",
 )
+L1_QUARANTINED_BYTES = Sampled(
+    "l1_quarantined_bytes",
+    "Bytes of L1 that workers which left may still write to; free once they are gone.",
+)
 L1_OBJECTS = Sampled("l1_objects", "Objects that lookups can find.")
 L1_EVICTED_TOTAL = Sampled("l1_evicted_total", "Objects that gave way to others.", kind="counter")
 L1_REFUSED_TOTAL = Sampled("l1_refused_total", "Reservations that did not fit.", kind="counter")
@@ -322,6 +326,7 @@ SAMPLED: tuple[Sampled, ...] = (
     L1_PINNED_BYTES,
     L1_PINNED_OBJECTS,
     L1_EXCESS_UNPINS_TOTAL,
+    L1_QUARANTINED_BYTES,
     L1_OBJECTS,
     L1_EVICTED_TOTAL,
     L1_REFUSED_TOTAL,

@@ -1,7 +1,8 @@
 """What one request may cost: every bound the codec enforces before it spends memory or time.
 
-libzmq drops a connection that sends a frame beyond `max_message_bytes` (ZMQ_MAXMSGSIZE, set in
-`transport/`); the codec applies the rest. Decoding recurses only as deep as the message types
+libzmq drops a connection that sends a frame beyond `--max-message-bytes` (ZMQ_MAXMSGSIZE, set in
+`transport/`), which alone bounds the KV bytes of engine-driven stores below what msgpack can name
+(`max_data_bytes`); the codec applies the rest. Decoding recurses only as deep as the message types
 and, for values under unknown keys, as the interpreter's recursion limit: it belongs on a thread
 with the default stack size, as CPython overruns a stack of 256 KiB before that limit.
 """
@@ -22,6 +23,7 @@ class WireLimits:
     """Bounds of one request. Bytes count encoded frames, the others decoded elements."""
 
     max_message_bytes: int = 256 * 2**20
+    max_data_bytes: int = 2**32 - 1
     max_tokens: int = 2**20
     max_block_ids: int = 2**20
     max_block_lists: int = 256

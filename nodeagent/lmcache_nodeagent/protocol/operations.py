@@ -102,6 +102,9 @@ _NO_SLOTS = msgspec.msgpack.encode({"context": {}})
 _NOT_PREPARED = msgspec.msgpack.encode({"success": False, "data": b"", "context": {}})
 
 
+_BYTES_HEADER = 5
+"""What msgpack puts in front of long bytes."""
+
 _TABLE = (
     Operation(
         "register_kv_cache",
@@ -189,7 +192,7 @@ _TABLE = (
     Operation(
         "commit_store",
         17,
-        (KEY, INSTANCE, PayloadField("data", bytes, LIMITS.max_message_bytes)),
+        (KEY, INSTANCE, PayloadField("data", bytes, LIMITS.max_data_bytes + _BYTES_HEADER)),
         bool,
         Pool.AFFINITY,
         life_sign=True,

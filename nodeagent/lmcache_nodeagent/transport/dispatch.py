@@ -40,11 +40,17 @@ _IDS_KEPT_PER_CONNECTION = 64
 
 _CONNECTIONS_REMEMBERED = 1024
 
+_SET_MODE = "in the worker's kv_connector_extra_config, or start the agent with auto"
+
 _FIXES = {
     "register_kv_cache_engine_driven_context": (
-        "it serves lmcache_driven transfers: set lmcache.mp.mp_transfer_mode to lmcache_driven"
-        " in the worker's kv_connector_extra_config"
-    )
+        "it serves lmcache_driven transfers only (--supported-transfer-mode): set"
+        f" lmcache.mp.mp_transfer_mode to lmcache_driven {_SET_MODE}"
+    ),
+    "register_kv_cache": (
+        "it serves engine_driven transfers only (--supported-transfer-mode): set"
+        f" lmcache.mp.mp_transfer_mode to engine_driven {_SET_MODE}"
+    ),
 }
 """What a user changes, for refusals that a start-up fails with."""
 
