@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from lmcache_nodeagent.ids import InstanceId
@@ -28,6 +29,7 @@ WORKER_NUMBER = 1 << 40
 """vLLM's workers draw large ids."""
 
 
+@cache
 def content(prompt: int, chunk: int) -> bytes:
     """The bytes of one chunk: each differs from all others in every place."""
     return bytes((at * 7 + prompt * 31 + chunk * 101 + 1) % 251 for at in range(CHUNK_BYTES))

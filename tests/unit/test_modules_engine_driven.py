@@ -22,7 +22,7 @@ from lmcache_nodeagent.events import (
 )
 from lmcache_nodeagent.ids import InstanceId
 from lmcache_nodeagent.modules.calls import Call, Pending
-from lmcache_nodeagent.modules.pending_transfers import MAX_PENDING
+from lmcache_nodeagent.modules.pending_transfers import MAX_AWAITED, MAX_PENDING
 from lmcache_nodeagent.protocol.messages import PoolSlot, SharedPoolInfo, SlotContext
 from lmcache_nodeagent.protocol.pickled_tensors import read_tensors, write_tensors
 from tests.fakes.copying_engine import (
@@ -224,15 +224,16 @@ def test_only_what_is_missing_is_written() -> None:
 
 
 def test_a_commit_without_its_prepare_is_declined() -> None:
-    """Other tokens, another range, another worker, a second time: nothing was written for them."""
+    """Other tokens, range, worker or request, a second time: nothing was written for them."""
     bench = ModuleBench()
     engine, other = CopyingEngine(bench), CopyingEngine(bench, WORKER_NUMBER + 1)
     engine.write(engine.prepare_store(end=2, request="a"))
     assert not engine.commit_store(end=2, prompt=1, request="a")
     assert not engine.commit_store(end=1)
     assert not other.commit_store(end=2)
-    assert engine.commit_store(end=2, request="b", readers=3)
-    assert not engine.commit_store(end=2)
+    assert not engine.commit_store(end=2, request="b")
+    assert engine.commit_store(end=2, request="a", readers=3)
+    assert not engine.commit_store(end=2, request="a")
 
 
 def test_a_reused_request_id_keeps_prompts_apart() -> None:
@@ -331,6 +332,19 @@ def test_a_worker_that_never_commits_does_not_take_all_of_l1() -> None:
     assert bench.pins() == 0
 
 
+def test_a_worker_that_is_told_no_without_end_is_told_so() -> None:
+    """What it was told is remembered for its commits, up to a bound."""
+    bench = ModuleBench(objects=1)
+    engine = CopyingEngine(bench)
+    assert engine.prepare_store(end=1).slots
+    for number in range(MAX_AWAITED - 1):
+        assert engine.prepare_store(end=2, request=str(number)) == NOTHING
+    with pytest.raises(Overloaded, match="prepared stores"):
+        engine.prepare_store(end=2, request="one more")
+    assert not engine.commit_store(end=2, request="0")
+    assert engine.prepare_store(end=2, request="one more") == NOTHING
+
+
 def test_what_is_read_stays_until_the_commit() -> None:
     """Neither a full L1 nor a forced clear touches the bytes meanwhile."""
     bench = ModuleBench(objects=2)
@@ -339,9 +353,9 @@ def test_what_is_read_stays_until_the_commit() -> None:
     reply = engine.prepare_retrieve(end=1)
     assert reply.context.slots is not None
     (slot,) = reply.context.slots
-    assert engine.prepare_store(end=2, prompt=1) == NOTHING
+    assert not engine.store(end=2, prompt=1)
     bench.store_.clear(force=True)
-    assert engine.prepare_store(end=2, prompt=1) == NOTHING
+    assert not engine.store(end=2, prompt=1)
     assert bytes(engine.bytes_of(slot)) == content(0, 0)
     assert engine.commit_retrieve(end=1)
     assert engine.store(end=2, prompt=1)

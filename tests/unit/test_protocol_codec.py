@@ -105,14 +105,14 @@ def test_real_binary_beyond_the_message_limit_is_refused() -> None:
     """A payload larger than a message may be is refused by its size."""
 
     class Huge(bytes):
-        """Stands for a frame of 300 MB: only its length is looked at."""
+        """Stands for a frame of 5 GB: only its length is looked at."""
 
         __slots__ = ()
 
         def __len__(self) -> int:
-            return 300_000_000
+            return 5_000_000_000
 
-    with pytest.raises(MalformedRequest, match="data: frame of 300000000 bytes"):
+    with pytest.raises(MalformedRequest, match="data: frame of 5000000000 bytes"):
         decode_one("commit_store", 2, Huge())
 
 

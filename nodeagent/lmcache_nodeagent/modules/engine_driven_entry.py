@@ -15,7 +15,7 @@ from lmcache_nodeagent.protocol.descriptors import DTYPE_BYTES
 if TYPE_CHECKING:
     from lmcache_nodeagent.liveness.evidence import Connection
     from lmcache_nodeagent.liveness.testimony import Registered
-    from lmcache_nodeagent.modules.pending_transfers import TransferKey
+    from lmcache_nodeagent.modules.pending_transfers import Transfer
     from lmcache_nodeagent.modules.slot_quarantine import SlotQuarantine
     from lmcache_nodeagent.protocol.messages import (
         EngineDrivenRegistration,
@@ -69,12 +69,12 @@ class TransferStrategy(Protocol):
 
     name: str
 
-    def prepare_store(self, entry: EngineDrivenContextEntry, keys: TransferKey) -> SlotContext:
+    def prepare_store(self, entry: EngineDrivenContextEntry, transfer: Transfer) -> SlotContext:
         """Say where to write the chunks that are wanted; nothing said: send them."""
         ...
 
     def prepare_retrieve(
-        self, entry: EngineDrivenContextEntry, keys: TransferKey
+        self, entry: EngineDrivenContextEntry, transfer: Transfer
     ) -> PrepareRetrieveReply:
         """Say where the chunks are, or give their bytes: all of them or none."""
         ...

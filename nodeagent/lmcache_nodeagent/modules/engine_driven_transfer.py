@@ -10,6 +10,7 @@ from lmcache_nodeagent.ids import InstanceId
 from lmcache_nodeagent.modules.engine_driven_entry import EngineDrivenContextEntry, chunk_form
 from lmcache_nodeagent.modules.instance_holder import HolderParts, InstanceHolder
 from lmcache_nodeagent.modules.object_keys import object_keys, transfer_hashes
+from lmcache_nodeagent.modules.pending_transfers import Transfer
 from lmcache_nodeagent.protocol.messages import PrepareStoreReply, SharedPoolInfo
 from lmcache_nodeagent.protocol.pickled_tensors import PICKLED_DTYPES
 from lmcache_nodeagent.storage.objects import kv_rank
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from lmcache_nodeagent.hashing import ChunkHasher
     from lmcache_nodeagent.modules.calls import Call, Pending
     from lmcache_nodeagent.modules.engine_driven_entry import ChunkForm, TransferStrategy
-    from lmcache_nodeagent.modules.pending_transfers import TransferKey
     from lmcache_nodeagent.modules.pickled_transfer import PickledTransfer
     from lmcache_nodeagent.modules.shared_pool_transfer import SharedPoolTransfer
     from lmcache_nodeagent.modules.slot_quarantine import SlotQuarantine
@@ -165,7 +165,8 @@ class EngineDrivenTransferModule(InstanceHolder[EngineDrivenContextEntry]):
             Overloaded: too many stores of this worker were never committed.
         """
         with self._using(call, instance_id, key.worker_id, may_overtake=False) as entry:
-            return PrepareStoreReply(entry.strategy.prepare_store(entry, self._keys(entry, key)))
+            transfer = self._transfer(entry, key)
+            return PrepareStoreReply(entry.strategy.prepare_store(entry, transfer))
 
     def commit_store(self, call: Call, key: CacheKey, instance_id: InstanceId, data: bytes) -> bool:
         """Make stored chunks visible. Thread: transfer-<n>.
@@ -179,19 +180,19 @@ class EngineDrivenTransferModule(InstanceHolder[EngineDrivenContextEntry]):
         """
         try:
             with self._using(call, instance_id, key.worker_id, may_overtake=False) as entry:
-                keys = self._keys(entry, key)
+                transfer = self._transfer(entry, key)
                 if not data:
-                    return self._shared.commit_store(entry, keys)
+                    return self._shared.commit_store(entry, transfer)
                 if entry.strategy is not self._pickled:
-                    self._fall_back(entry, keys)
-                return self._pickled.commit_store(entry, keys, data)
+                    self._fall_back(entry, transfer)
+                return self._pickled.commit_store(entry, transfer, data)
         except NotRegistered:
             self._left_earlier(key, instance_id, self._quarantine.end_write)
             raise
 
-    def _fall_back(self, entry: EngineDrivenContextEntry, keys: TransferKey) -> None:
+    def _fall_back(self, entry: EngineDrivenContextEntry, transfer: Transfer) -> None:
         """The worker sends bytes, so it has not mapped the pool that it was offered."""
-        self._shared.withdraw(entry, keys)
+        self._shared.withdraw(entry, transfer)
 
         def amend(entry: EngineDrivenContextEntry) -> None:
             entry.strategy = self._pickled
@@ -213,10 +214,10 @@ class EngineDrivenTransferModule(InstanceHolder[EngineDrivenContextEntry]):
         peer = call.connection.peer.identity
         try:
             with self._using(call, instance_id, key.worker_id, may_overtake=False) as entry:
-                keys = self._keys(entry, key)
-                consumed = self._sessions.consume(peer, key.request_id, keys)
+                transfer = self._transfer(entry, key)
+                consumed = self._sessions.consume(peer, key.request_id, transfer.keys)
                 try:
-                    return entry.strategy.prepare_retrieve(entry, keys)
+                    return entry.strategy.prepare_retrieve(entry, transfer)
                 finally:
                     for object_key in consumed:
                         self._store.unpin(object_key)  # type: ignore[arg-type]  # sessions keep keys opaque
@@ -233,7 +234,7 @@ class EngineDrivenTransferModule(InstanceHolder[EngineDrivenContextEntry]):
         """
         try:
             with self._using(call, instance_id, key.worker_id, may_overtake=False) as entry:
-                self._shared.commit_retrieve(entry, self._keys(entry, key))
+                self._shared.commit_retrieve(entry, self._transfer(entry, key))
         except NotRegistered:
             self._left_earlier(key, instance_id, self._quarantine.end_read)
             raise
@@ -243,23 +244,23 @@ class EngineDrivenTransferModule(InstanceHolder[EngineDrivenContextEntry]):
         self,
         key: CacheKey,
         instance_id: InstanceId,
-        end: Callable[[InstanceId, TransferKey], bool],
+        end: Callable[[InstanceId, Transfer], bool],
     ) -> None:
         """A worker that was given up confirms what it was told: its slots need not wait longer."""
         for identity in self._quarantine.identities(instance_id):
-            if end(instance_id, self._object_keys(key, identity)):
+            if end(instance_id, self._transfer_of(key, identity)):
                 return
 
-    def _keys(self, entry: EngineDrivenContextEntry, key: CacheKey) -> TransferKey:
+    def _transfer(self, entry: EngineDrivenContextEntry, key: CacheKey) -> Transfer:
         if key.model_name != entry.model or key.world_size != entry.world_size:
             raise MalformedRequest(
                 f"key is of model {key.model_name!r}, world size {key.world_size}; the instance"
                 f" registered {entry.model!r}, world size {entry.world_size}"
             )
-        return self._object_keys(key, entry.layout_identity)
+        return self._transfer_of(key, entry.layout_identity)
 
-    def _object_keys(self, key: CacheKey, identity: int) -> TransferKey:
+    def _transfer_of(self, key: CacheKey, identity: int) -> Transfer:
         if key.worker_id is None:
             raise MalformedRequest("worker_id is nil; a transfer needs the worker's KV shard")
         hashes = transfer_hashes(key, self._hasher)
-        return tuple(object_keys(key, hashes, key.worker_id, identity))
+        return Transfer(key.request_id, tuple(object_keys(key, hashes, key.worker_id, identity)))

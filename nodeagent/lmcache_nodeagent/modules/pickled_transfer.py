@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lmcache_nodeagent.clock import Now
     from lmcache_nodeagent.events import Publish
     from lmcache_nodeagent.modules.engine_driven_entry import ChunkForm, EngineDrivenContextEntry
-    from lmcache_nodeagent.modules.pending_transfers import TransferKey
+    from lmcache_nodeagent.modules.pending_transfers import Transfer
     from lmcache_nodeagent.storage.objects import L1Store
 
 _NOT_THERE = PrepareRetrieveReply(success=False, data=b"", context=SlotContext())
@@ -38,12 +38,14 @@ class PickledTransfer:
         """Chunks that fit into the largest message."""
         return (self.max_message_bytes - FRAMING_BYTES) // (form.nbytes + FRAMING_BYTES)
 
-    def prepare_store(self, entry: EngineDrivenContextEntry, keys: TransferKey) -> SlotContext:
+    def prepare_store(self, entry: EngineDrivenContextEntry, transfer: Transfer) -> SlotContext:
         """Say nothing: the worker sends the bytes with its commit, whatever it is told."""
-        del entry, keys
+        del entry, transfer
         return SlotContext()
 
-    def commit_store(self, entry: EngineDrivenContextEntry, keys: TransferKey, data: bytes) -> bool:
+    def commit_store(
+        self, entry: EngineDrivenContextEntry, transfer: Transfer, data: bytes
+    ) -> bool:
         """Admit the chunks that L1 lacks, from one pickled tensor for each chunk.
 
         Returns:
@@ -52,7 +54,7 @@ class PickledTransfer:
         Raises:
             MalformedRequest: the data are not exactly these chunks; nothing is stored.
         """
-        started = self._now()
+        started, keys = self._now(), transfer.keys
         chunks = dict(zip(keys, _chunks(entry.form, data, len(keys)), strict=True))
         reservation = self._store.reserve(keys, entry.form.nbytes)
         admitted = 0
@@ -65,11 +67,11 @@ class PickledTransfer:
                 raise
             admitted = len(self._store.commit(reservation))
         ok = all(map(self._store.contains, keys))
-        self._publish(stored(entry, keys, admitted, self._now() - started, ok=ok))
+        self._publish(stored(entry, transfer, admitted, self._now() - started, ok=ok))
         return ok
 
     def prepare_retrieve(
-        self, entry: EngineDrivenContextEntry, keys: TransferKey
+        self, entry: EngineDrivenContextEntry, transfer: Transfer
     ) -> PrepareRetrieveReply:
         """Give the bytes of all chunks.
 
@@ -78,18 +80,20 @@ class PickledTransfer:
         """
         started = self._now()
         most = self.chunks_per_message(entry.form)
-        if len(keys) > most:
+        if len(transfer.keys) > most:
             raise Overloaded(
-                f"{len(keys)} chunks of {entry.form.nbytes} bytes do not fit a message of at most"
-                f" {self.max_message_bytes} bytes; raise --max-message-bytes or set --shm-name"
+                f"{len(transfer.keys)} chunks of {entry.form.nbytes} bytes do not fit a message of"
+                f" at most {self.max_message_bytes} bytes; raise --max-message-bytes or set"
+                " --shm-name"
             )
-        data = self._pickled(entry, keys)
-        self._publish(retrieved(entry, keys, self._now() - started, ok=data is not None))
+        data = self._pickled(entry, transfer)
+        self._publish(retrieved(entry, transfer, self._now() - started, ok=data is not None))
         if data is None:
             return _NOT_THERE
         return PrepareRetrieveReply(success=True, data=data, context=SlotContext())
 
-    def _pickled(self, entry: EngineDrivenContextEntry, keys: TransferKey) -> bytes | None:
+    def _pickled(self, entry: EngineDrivenContextEntry, transfer: Transfer) -> bytes | None:
+        keys = transfer.keys
         if not self._store.pin(keys):
             return None
         try:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lmcache_nodeagent.events import Publish
     from lmcache_nodeagent.ids import InstanceId
     from lmcache_nodeagent.liveness.evidence import Connection
-    from lmcache_nodeagent.modules.pending_transfers import PendingTransfers, TransferKey
+    from lmcache_nodeagent.modules.pending_transfers import PendingTransfers, Transfer
     from lmcache_nodeagent.storage.objects import L1Store
 
 
@@ -89,28 +89,28 @@ class SlotQuarantine:
             held = [one.layout_identity for one in self._held if one.instance_id == instance_id]
         return tuple(dict.fromkeys(held))
 
-    def prepared_again(self, instance_id: InstanceId, keys: TransferKey) -> bool:
+    def prepared_again(self, instance_id: InstanceId, transfer: Transfer) -> bool:
         """Count a prepare of chunks that the instance may still be writing to quarantined slots."""
-        return any(pending.prepared_again(keys) for pending in self._of(instance_id))
+        return any(pending.prepared_again(transfer) for pending in self._of(instance_id))
 
-    def end_write(self, instance_id: InstanceId, keys: TransferKey) -> bool:
+    def end_write(self, instance_id: InstanceId, transfer: Transfer) -> bool:
         """Free slots whose writer says that it is done with them; False if there are none.
 
         What it wrote is dropped: it had left before.
         """
         for pending in self._of(instance_id):
-            known, write = pending.end_write(keys)
-            if write is not None:
+            known, write = pending.end_write(transfer)
+            if write is not None and write.reservation is not None:
                 self._store.abort(write.reservation)
             if known:
                 return True
         return False
 
-    def end_read(self, instance_id: InstanceId, keys: TransferKey) -> bool:
+    def end_read(self, instance_id: InstanceId, transfer: Transfer) -> bool:
         """Unpin what its reader says that it is done with; False if there is nothing."""
         for pending in self._of(instance_id):
-            if pending.end_read(keys) is not None:
-                self._unpin(keys)
+            if pending.end_read(transfer) is not None:
+                self._unpin(transfer)
                 return True
         return False
 
@@ -124,8 +124,8 @@ class SlotQuarantine:
             reservations, reads = held.pending.take_all()
             for reservation in reservations:
                 self._store.abort(reservation)
-            for keys in reads:
-                self._unpin(keys)
+            for transfer in reads:
+                self._unpin(transfer)
             self._publish(SlotsRecovered(held.instance_id, nbytes, count, now - held.since))
         return len(gone)
 
@@ -158,8 +158,8 @@ class SlotQuarantine:
         wanted = self._close_confirm_seconds() if by_peer else self._patience_seconds
         return now - connection.closed_at >= wanted
 
-    def _unpin(self, keys: TransferKey) -> None:
-        for key in keys:
+    def _unpin(self, transfer: Transfer) -> None:
+        for key in transfer.keys:
             self._store.unpin(key)
 
 
