@@ -161,7 +161,9 @@ class CopyingEngine:
         call = Call(self.scheduler)
         made = self.key(**{"rank": None, **changes})
         self.bench.lookups.lookup(call, made, self.world)
-        return self.bench.lookups.query_prefetch_status(call, made.request_id)
+        hit = self.bench.lookups.query_prefetch_status(call, made.request_id)
+        assert hit is not None, "nothing runs beside it"
+        return hit
 
     def end(self, request: str = "r1") -> None:
         """End the session."""
