@@ -21,23 +21,15 @@ from lmcache_nodeagent.liveness.evidence import (
 )
 from lmcache_nodeagent.liveness.journal import Journal
 from lmcache_nodeagent.liveness.operator_word import OperatorWord
-from lmcache_nodeagent.liveness.policy import PROOFS
 from lmcache_nodeagent.liveness.reaped_lately import ReapedLately
 from lmcache_nodeagent.liveness.reaper import Reaper
 from lmcache_nodeagent.liveness.release import Releaser
 from lmcache_nodeagent.liveness.stalls import STALL_SECONDS, Stalls
 from lmcache_nodeagent.liveness.testimony import Registered
-from lmcache_nodeagent.liveness.windows import (
-    LivenessSettings,
-    hint_window_seconds,
-    silence_window_seconds,
-)
+from lmcache_nodeagent.liveness.windows import LivenessSettings
 from tests.fakes.liveness_parts import FakeClock, FakeEntry, FakeRouter, FakeTarget
 from tests.fakes.liveness_processes import Pipe, Worker
-
-ROUNDING_SECONDS = 1e-6  # 1030.1 - 1000.1 is less than 30
-GRANULARITY_SECONDS = 0.5
-"""A scan comes with the deadline; the router may need to be asked again."""
+from tests.fakes.liveness_truth import Truth
 
 _POLL_SECONDS = 0.5
 """A stalled router notices it from the moment its poll should have returned."""
@@ -99,6 +91,7 @@ class World:
         self._asleep_until = self._stalled_until = 0.0
         self._stalled_from = self._last_disturbance = 0.0
         self._disturbed_seconds = 0.0
+        self._truth = Truth(self)
         self._monitor: list[Callable[[], None]] = []
         self._messages: list[Callable[[], None]] = []
 
@@ -215,73 +208,10 @@ class World:
         for worker in [w for w in self.workers if w.entry and w.entry.closes]:
             self.workers.remove(worker)
             self.reaped.append(worker)
-            self._check_reap(worker)
+            self._truth.check_reap(worker)
         for worker in self.workers:
             if not worker.alive and worker.entry and not self._stalled_until:
-                self._check_kept(worker, worker.entry)
-
-    def _check_reap(self, worker: Worker) -> None:
-        """Only the dead are reaped, and those that were silent for their whole window."""
-        assert self.settings.reaps, "reaped although nothing may be"
-        assert worker.entry is not None
-        if worker.alive:
-            assert worker.entry.has_liveness_signal, f"idle and alive, but reaped: {worker}"
-            silent = self.now() - worker.last_sent
-            window = silence_window_seconds(worker.entry, self.settings)
-            if (reason := self._reason(worker)) == "pod_hint":
-                window = hint_window_seconds(worker.entry, self.settings)
-                told_at = min(hint.received_at for hint in worker.entry.hints)
-                assert self.now() - told_at >= window - ROUNDING_SECONDS
-            assert reason not in PROOFS, f"alive, whatever was proven: {worker}"
-            assert silent >= window - ROUNDING_SECONDS, f"silent for {silent} s only: {worker}"
-
-    def _reason(self, worker: Worker) -> str:
-        """Why the agent reaped a worker."""
-        serial = worker.entry.registered.serial if worker.entry else 0
-        return next(
-            numbered.entry.reason
-            for numbered in self.journal.unacknowledged()
-            if numbered.entry.subject.registered.serial == serial
-        )
-
-    def _check_kept(self, worker: Worker, entry: FakeEntry) -> None:
-        """The dead go when their window ends, unless somebody might be them, come back."""
-        if not self.settings.reaps:
-            return
-        settings, now = self.settings, self.now()
-        if entry.has_liveness_signal:
-            latest = max(worker.last_sent, entry.last_seen) + self._disturbed_seconds
-            latest += silence_window_seconds(entry, settings)
-            brake = settings.reap_timeout_seconds
-            assert now < latest + brake + GRANULARITY_SECONDS, f"kept beyond silence: {worker}"
-        self._check_proven(worker)
-        later = [p for p in self.pipes if p is not worker.pipe and self._might_be(p, entry)]
-        if any(pipe.is_open for pipe in later):
-            return
-        quiet = max(
-            worker.down_since, self._last_disturbance, *(pipe.closed_at for pipe in later), 0.0
-        )
-        window = max(settings.close_confirm_seconds, hint_window_seconds(entry, settings))
-        assert now < quiet + window + GRANULARITY_SECONDS, f"kept beyond its close: {worker}"
-
-    def _check_proven(self, worker: Worker) -> None:
-        """Whose end the kubelet has reported goes at once, if nothing was late meanwhile."""
-        if worker.proven_at is None or worker.entry is None:
-            return
-        clock_is_set = self._clock_set_at + 3600.0 > worker.killed_at - 1.0
-        if not clock_is_set and self._last_disturbance < worker.killed_at:
-            assert self.now() < worker.proven_at + GRANULARITY_SECONDS, f"kept: {worker}"
-
-    def _might_be(self, pipe: Pipe, entry: FakeEntry) -> bool:
-        """A connection newer than the one the instance was last heard on that gave nothing away."""
-        bound = entry.last_connection.accept_serial
-        known = pipe.link is not None and pipe.link.serial > bound
-        return known and not pipe.tells and not self._spoke_for_another(pipe, entry)
-
-    @staticmethod
-    def _spoke_for_another(pipe: Pipe, entry: FakeEntry) -> bool:
-        made = pipe.connection
-        return made is not None and bool(made.spoke_for - {entry.instance_id})
+                self._truth.check_kept(worker, worker.entry)
 
     # The router
 
