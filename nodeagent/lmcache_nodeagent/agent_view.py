@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lmcache_nodeagent.liveness.reaper import Reaper
     from lmcache_nodeagent.liveness.release import Release, Releaser
     from lmcache_nodeagent.liveness.targets import ReapableEntry
+    from lmcache_nodeagent.modules.kv_events import KvEventModule
     from lmcache_nodeagent.modules.layouts import LayoutRegistry
     from lmcache_nodeagent.modules.slot_quarantine import SlotQuarantine
     from lmcache_nodeagent.observability.bus import EventBus
@@ -59,6 +60,7 @@ class Parts:
     transfer_pool: LanePool
     bus: EventBus
     link: OperatorLink | None = None
+    kv_events: KvEventModule | None = None
 
 
 class RunningAgent:
@@ -252,6 +254,7 @@ def metrics_snapshot(parts: Parts) -> Reading:
         catalog.TRANSFERS_HANGING: overdue.running,
         catalog.TRANSFERS_OVERDUE_TOTAL: overdue.total,
         catalog.SESSIONS: len(parts.sessions),
+        catalog.KV_EVENT_STREAMS: 0 if parts.kv_events is None else parts.kv_events.streams(),
         catalog.LEASES: len(held),
         catalog.OLDEST_LEASE_SECONDS: held[0].age_seconds if held else 0.0,
         catalog.MODELS: len(parts.layouts),

@@ -14,6 +14,7 @@ Threads, all made here:
 | `reaper` | `Reaper.run` | earliest deadline, new evidence |
 | `release-<instance>` | `Releaser`: drains and closes one context | - |
 | `events` | `EventBus.run`: logs and counters | bounded queue |
+| `kv-events` | `KvEventModule.run`: batches for engines that follow KV events | subscriptions, acknowledgements, 20 times a second while one waits |
 | `http` | `HttpServer.run`, and waitress' own two (`waitress-<n>`) | socket |
 | `settings` | `LiveSettings.run`: follows the file of the reaping settings, if there is one | every 2 s |
 | `operator-link` | `OperatorLink.run`, if there is a link, and two of websockets' own while a stream is open | the operator's messages, whatever is to be said |
@@ -168,6 +169,8 @@ class App:
         parts, started = self._agent.parts, []
         if self.config.transfer_deadline_seconds:
             started.append(self._start("transfer-watch", parts.transfer_pool.watch))
+        if parts.kv_events is not None:
+            started.append(self._start("kv-events", parts.kv_events.run))
         if self.config.reaping_settings:
             started.append(self._start("settings", parts.settings.run))
         if parts.link is not None:
@@ -177,6 +180,8 @@ class App:
     def _stop_others(self) -> None:
         parts = self._agent.parts
         parts.settings.stop()
+        if parts.kv_events is not None:
+            parts.kv_events.stop()
         if parts.link is not None:
             parts.link.stop()
 

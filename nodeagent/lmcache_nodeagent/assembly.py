@@ -23,6 +23,7 @@ from lmcache_nodeagent.modules.absent_pings import AbsentPings
 from lmcache_nodeagent.modules.chunk_copies import ChunkCopies
 from lmcache_nodeagent.modules.engine_driven_transfer import EngineDrivenTransferModule
 from lmcache_nodeagent.modules.instance_holder import HolderParts
+from lmcache_nodeagent.modules.kv_events import CAPABILITY, KvEventModule, TokenBindings
 from lmcache_nodeagent.modules.layouts import LayoutRegistry
 from lmcache_nodeagent.modules.lmcache_driven_transfer import LMCacheDrivenTransferModule
 from lmcache_nodeagent.modules.lookup import LookupModule
@@ -34,6 +35,7 @@ from lmcache_nodeagent.operator_link.client import OperatorLink
 from lmcache_nodeagent.protocol.messages import SharedPoolInfo
 from lmcache_nodeagent.protocol.operations import Pool as PoolKind
 from lmcache_nodeagent.sessions import SessionTable
+from lmcache_nodeagent.storage.changes import ChangeLog
 from lmcache_nodeagent.storage.eviction import LruPolicy, NoEvictionPolicy
 from lmcache_nodeagent.storage.objects import L1Store
 from lmcache_nodeagent.transport.dispatch import Dispatcher
@@ -46,7 +48,9 @@ if TYPE_CHECKING:
     from lmcache_nodeagent.config import AgentConfig
     from lmcache_nodeagent.contexts.base import ContextOpener
     from lmcache_nodeagent.ids import InstanceId
+    from lmcache_nodeagent.liveness.evidence import Connection
     from lmcache_nodeagent.liveness.targets import InstanceLivenessTarget
+    from lmcache_nodeagent.modules.calls import Module
     from lmcache_nodeagent.observability.bus import EventBus
     from lmcache_nodeagent.storage.eviction import EvictionPolicy
     from lmcache_nodeagent.storage.objects import ObjectKey
@@ -129,7 +133,16 @@ def assemble(env: Environment) -> Assembled:
     )
 
     policy = _eviction_policy(config)
-    store = L1Store(env.region, policy, now=now, write_ttl_seconds=config.l1_write_ttl_seconds)
+    changes = ChangeLog(config.kv_event_log_size)
+    store = L1Store(
+        env.region,
+        policy,
+        now=now,
+        write_ttl_seconds=config.l1_write_ttl_seconds,
+        changes=changes,
+    )
+    bindings = TokenBindings(config.kv_event_log_size, config.chunk_size)
+    kv_events = KvEventModule(store, bindings, publish) if config.kv_event_log_size else None
     sessions = SessionTable(config.session_ttl_seconds, config.l1_read_ttl_seconds, now)
     layouts = LayoutRegistry()
     hasher = ChunkHasher(config.chunk_size)
@@ -151,7 +164,9 @@ def assemble(env: Environment) -> Assembled:
         lambda entry, seconds: journal.append(stuck_release(entry, seconds, wall())),
     )
     absent_pings = AbsentPings()
-    copies = ChunkCopies(store, sessions, layouts, hasher, config.null_block_id, publish, now)
+    copies = ChunkCopies(
+        store, sessions, layouts, hasher, config.null_block_id, publish, now, bindings
+    )
     holder = HolderParts(
         layouts, releaser, absent_pings, reaped_lately, itertools.count(1), publish, now, wall
     )
@@ -192,6 +207,7 @@ def assemble(env: Environment) -> Assembled:
         config.chunk_size,
         publish,
         now,
+        () if kv_events is None else (CAPABILITY,),
     )
     word = OperatorWord(
         env.boot_id, late.targets, settings, stalls, late.wake_reaper, publish, now, wall
@@ -206,10 +222,13 @@ def assemble(env: Environment) -> Assembled:
         )
     router = Router(env.sockets, ledger, stalls, reaper.wake, publish, now)
     reaper.watch(router)
+    modules: list[Module] = [management, lookup, *transfers]
+    if kv_events is not None:
+        modules.append(kv_events)
     late.dispatcher = Dispatcher(
         handlers={
             name: handler
-            for module in (management, lookup, *transfers)
+            for module in modules
             for name, handler in module.handlers().items()
         },
         pools={
@@ -220,6 +239,7 @@ def assemble(env: Environment) -> Assembled:
         hear=management.hear,
         send=router.send,
         publish=publish,
+        control=_nobodys_stream if kv_events is None else kv_events.control,
     )
     router.serve(late.dispatcher.receive)
     parts = Parts(
@@ -239,6 +259,7 @@ def assemble(env: Environment) -> Assembled:
         transfer_pool=transfer_pool,
         bus=env.bus,
         link=late.link,
+        kv_events=kv_events,
     )
     return Assembled(parts, late.dispatcher)
 
@@ -273,6 +294,11 @@ def _transfer_modules(
         return (engine_driven,)
     lmcache_driven.rivals, engine_driven.rivals = (engine_driven,), (lmcache_driven,)
     return lmcache_driven, engine_driven
+
+
+def _nobodys_stream(connection: Connection, uid: bytes, word: bytes) -> None:
+    """Take a word about a stream where there are none."""
+    del connection, uid, word
 
 
 def _eviction_policy(config: AgentConfig) -> EvictionPolicy[ObjectKey]:

@@ -168,6 +168,15 @@ class AgentConfig(ReapingConfig):
             bounds=_LIFETIME,
         ).metadata,
     )
+    kv_event_log_size: int = field(
+        default=32_768,
+        metadata=Flag(
+            Group.CACHE,
+            "Changes of L1 that are kept for engines that follow KV events, with their tokens: "
+            "4 bytes each. One that falls behind is told that it lost some. 0 offers no events.",
+            bounds=Bounds(0, 1 << 22),
+        ).metadata,
+    )
     shm_name: str = field(
         default="",
         metadata=Flag(

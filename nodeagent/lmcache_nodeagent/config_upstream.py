@@ -48,7 +48,6 @@ REFUSED_FLAGS: tuple[UpstreamFlag, ...] = (
     UpstreamFlag("--transport", "workers connect over ZeroMQ; leave it out", ("zmq",)),
     UpstreamFlag("--engine-type", "blending is not built; leave it out", ("default",)),
     UpstreamFlag("--l1-align-bytes", "objects are aligned to 4096 bytes; leave it out", ("4096",)),
-    UpstreamFlag("--kv-event-log-size", "KV events are not built; leave it out", ("0",)),
     *_each(
         ["--enable-segmented-prefix", "--enable-dedup-content", "--enable-blend-reorder"],
         "blending is not built; leave it out",

@@ -315,6 +315,13 @@ class LookedUp(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class KvEventStreamEnded(Event):
+    """A stream of KV events ended. `reason`: cancelled, replaced or connection_closed."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class UnheldRelease(Event):
     """A free_lookup_locks named objects of which its request holds no pin: nothing was freed.
 

@@ -223,6 +223,25 @@ class StockClient:
         for cache in self._caches.values():
             cache[:, first_block : first_block + blocks] = 0
 
+    def kv_events(self, count: int) -> list[list[Any]]:
+        """Wait for this many events; return the kind, parent, hashes and first token of each."""
+        events: list[Any] = []
+
+        def enough() -> bool:
+            events.extend(self._worker.get_kv_events())
+            return len(events) >= count
+
+        self._until(enough)
+        return [
+            [
+                type(event).__name__,
+                (getattr(event, "parent_block_hash", None) or b"").hex(),
+                [block_hash.hex() for block_hash in event.block_hashes],
+                getattr(event, "token_ids", [None])[0],
+            ]
+            for event in events
+        ]
+
     def healthy(self) -> list[bool]:
         """What scheduler and worker think of the agent."""
         return [bool(self._scheduler.is_healthy), bool(self._worker.is_healthy)]

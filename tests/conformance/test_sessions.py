@@ -148,9 +148,34 @@ def test_shutting_down_leaves_nothing(agent: AgentProcess, stock: StockProcess, 
     assert "lmcache_kv_" not in Path(f"/proc/{agent.pid}/maps").read_text()
 
 
-def test_a_client_that_wants_kv_events_works_without(stock: StockProcess, url: str) -> None:
-    """KV events are not served: the client falls back to its own and serves on."""
+def test_a_client_that_wants_kv_events_is_told_what_comes_and_goes(
+    agent: AgentProcess, stock: StockProcess, url: str
+) -> None:
+    """Chunks with parent and tokens in order; a clear withdraws them."""
     stock.ask("open", url, kv_events=True)
     stock.ask("register")
     store(stock)
+    first, second = stock.ask("kv_events", CHUNKS)
+    kind, parent, (first_hash,), token = first
+    assert (kind, parent, token) == ("CacheStoreEvent", "", 10_000)
+    kind, parent, (second_hash,), token = second
+    assert (kind, parent, token) == ("CacheStoreEvent", first_hash, 10_064)
+    assert stock.ask("reset") is True
+    ((kind, _, gone, _),) = stock.ask("kv_events", 1)
+    assert (kind, sorted(gone)) == ("CacheRemoveEvent", sorted([first_hash, second_hash]))
+    assert stock.ask("healthy") == [True, True]
+    assert agent.metric("kv_event_streams") == 1
+    stock.ask("close")
+    poll_until(lambda: agent.metric("kv_event_streams") == 0, 5)
+
+
+@pytest.mark.parametrize("agent_flags", [("--chunk-size=64", "--kv-event-log-size=0")])
+def test_a_client_that_wants_kv_events_works_without(
+    agent: AgentProcess, stock: StockProcess
+) -> None:
+    """No log: the client falls back to its own stores and serves on."""
+    stock.ask("open", agent.url, kv_events=True)
+    stock.ask("register")
+    store(stock)
+    assert len(stock.ask("kv_events", 1)) >= 1
     assert stock.ask("healthy") == [True, True]

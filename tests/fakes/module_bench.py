@@ -20,6 +20,7 @@ from lmcache_nodeagent.modules.calls import Call
 from lmcache_nodeagent.modules.chunk_copies import ChunkCopies
 from lmcache_nodeagent.modules.engine_driven_transfer import EngineDrivenTransferModule
 from lmcache_nodeagent.modules.instance_holder import HolderParts
+from lmcache_nodeagent.modules.kv_events import KvEventModule, TokenBindings
 from lmcache_nodeagent.modules.layouts import LayoutRegistry
 from lmcache_nodeagent.modules.lmcache_driven_transfer import LMCacheDrivenTransferModule
 from lmcache_nodeagent.modules.lookup import LookupModule
@@ -36,6 +37,7 @@ from lmcache_nodeagent.protocol.messages import (
 )
 from lmcache_nodeagent.sessions import SessionTable
 from lmcache_nodeagent.storage.allocator import ALIGNMENT_BYTES
+from lmcache_nodeagent.storage.changes import ChangeLog
 from lmcache_nodeagent.storage.eviction import LruPolicy
 from lmcache_nodeagent.storage.objects import L1Store
 from tests.fakes.liveness_parts import FakeClock, ThreadsByHand, connection
@@ -91,7 +93,12 @@ class ModuleBench:
     """Everything that serves transfers and look-ups. `after` holds what waits for transfers."""
 
     def __init__(
-        self, objects: int = 64, *, shm: bool = True, max_message_bytes: int = 1 << 20
+        self,
+        objects: int = 64,
+        *,
+        shm: bool = True,
+        max_message_bytes: int = 1 << 20,
+        log_size: int = 64,
     ) -> None:
         self.now = FakeClock(1000.0)
         self.facts: list[Event] = []
@@ -104,7 +111,10 @@ class ModuleBench:
             self.region,
             LruPolicy(trigger_ratio=1.0),
             now=self.now,
+            changes=ChangeLog(log_size),
         )
+        self.bindings = TokenBindings(log_size, CHUNK)
+        self.kv_events = KvEventModule(self.store_, self.bindings, self.facts.append)
         self.sessions = SessionTable(SESSION_TTL, PIN_TTL, self.now)
         self.layouts = LayoutRegistry()
         self.absent = AbsentPings()
@@ -123,7 +133,16 @@ class ModuleBench:
             30.0,
             lambda: None,
         )
-        copies = ChunkCopies(self.store_, self.sessions, self.layouts, hasher, 0, publish, self.now)
+        copies = ChunkCopies(
+            self.store_,
+            self.sessions,
+            self.layouts,
+            hasher,
+            0,
+            publish,
+            self.now,
+            self.bindings,
+        )
         self.holder = HolderParts(
             self.layouts,
             self.releaser,

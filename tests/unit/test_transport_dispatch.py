@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 from msgspec.msgpack import decode, encode
 
-from lmcache_nodeagent.errors import LayoutError
+from lmcache_nodeagent.errors import LayoutError, TransferOverdue
 from lmcache_nodeagent.events import (
     Event,
     MalformedMessage,
@@ -20,7 +20,7 @@ from lmcache_nodeagent.ids import InstanceId
 from lmcache_nodeagent.liveness.entry import Speaker
 from lmcache_nodeagent.liveness.evidence import Connection
 from lmcache_nodeagent.liveness.targets import UNTOUCHED, Touched
-from lmcache_nodeagent.modules.calls import Call, Pending
+from lmcache_nodeagent.modules.calls import STREAMING, Call, Pending
 from lmcache_nodeagent.protocol.operations import OPERATIONS, Pool
 from lmcache_nodeagent.transport.dispatch import Dispatcher
 from lmcache_nodeagent.transport.requests import Reply, Request
@@ -75,8 +75,14 @@ class Bench:
             "unregister_kv_cache": self.handler(answer=None),
         }
         self.pools = {pool: HeldPool() for pool in (Pool.SYNC, Pool.NORMAL, Pool.AFFINITY)}
+        self.controls: list[tuple[bytes, bytes]] = []
         self.dispatcher = Dispatcher(
-            self.handlers, self.pools, self.hear, self.replies.append, self.facts.append
+            self.handlers,
+            self.pools,
+            self.hear,
+            self.replies.append,
+            self.facts.append,
+            lambda _, uid, word: self.controls.append((uid, word)),
         )
 
     def handler(self, answer: object) -> Callable[..., object]:
@@ -431,3 +437,40 @@ def test_what_is_remembered_of_registrations_is_bounded() -> None:
         bench.send("unregister_kv_cache", *frames("unregister_kv_cache"))
         bench.run_pools()
     assert len(bench.dispatcher._in_order) <= 1024
+
+
+def test_a_word_about_a_stream_is_no_request() -> None:
+    """It has an empty frame where requests name their operation; with more frames it is broken."""
+    bench = Bench()
+    bench.dispatcher.receive(bench.link, [UID, b"", b"ack"])
+    assert (bench.controls, bench.replies, bench.facts) == ([(UID, b"ack")], [], [])
+    bench.dispatcher.receive(bench.link, [UID, b"", b"ack", b""])
+    assert (len(bench.controls), bench.told()) == (1, [MalformedMessage])
+
+
+def test_a_stream_is_not_answered_by_its_handler() -> None:
+    """Nor does it wait for a thread; what it sends goes out as its client asks for it."""
+    bench = Bench()
+
+    def subscribe(call: Call, *_: object) -> object:
+        assert call.stream is not None
+        call.stream.end()
+        return STREAMING
+
+    bench.handlers["subscribe_kv_events"] = subscribe
+    bench.send("subscribe_kv_events", *frames("subscribe_kv_events"))
+    (reply,) = bench.replies
+    assert (reply.uid, reply.document) == (UID, None)
+    assert decode(reply.operation_frame) == "subscribe_kv_events"
+
+
+def test_a_transfer_is_answered_at_its_deadline_and_cancelled() -> None:
+    """Once: what its copy says later is heard by nobody."""
+    bench = Bench()
+    bench.send("store", *frames("store"))
+    (request,) = bench.pools[Pool.AFFINITY].requests
+    bench.dispatcher.overdue(request, 61.0)
+    with pytest.raises(TransferOverdue):
+        request.cancellation.check()
+    bench.run_pools()
+    assert (bench.answers(), bench.told()) == ([NOT_TRANSFERRED], [RequestFailed])

@@ -54,6 +54,31 @@ class Cancellation:
             callback()
 
 
+class Stream(Protocol):
+    """Replies to one request for as long as its client wants more. Threads: any."""
+
+    @property
+    def connection(self) -> Connection:
+        """Who follows it."""
+
+    @property
+    def uid(self) -> bytes:
+        """What its client calls it by."""
+
+    def send(self, value: object) -> None:
+        """Send one document of the operation's reply type."""
+
+    def end(self) -> None:
+        """Send the reply without a document that ends the stream; after that nothing is sent."""
+
+
+class Streaming:
+    """What a handler returns that goes on answering by `Call.stream`."""
+
+
+STREAMING = Streaming()
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """Who asks. `touched` is what the router's look at the message found for its instance."""
@@ -61,6 +86,7 @@ class Call:
     connection: Connection
     touched: Touched = UNTOUCHED
     cancellation: Cancellation = field(default_factory=Cancellation, compare=False)
+    stream: Stream | None = field(default=None, compare=False)  # of streaming operations
 
 
 class Pending:

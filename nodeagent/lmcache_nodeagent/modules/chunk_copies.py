@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lmcache_nodeagent.hashing import ChunkHasher
     from lmcache_nodeagent.modules.calls import Call, Cancellation
     from lmcache_nodeagent.modules.context_entry import ContextEntry
+    from lmcache_nodeagent.modules.kv_events import TokenBindings
     from lmcache_nodeagent.modules.layouts import LayoutRegistry
     from lmcache_nodeagent.protocol.messages import BlockIds, CacheKey
     from lmcache_nodeagent.sessions import SessionTable
@@ -36,7 +37,9 @@ class ChunkCopies:
         null_block_id: int,
         publish: Publish,
         now: Now,
+        bindings: TokenBindings | None = None,
     ) -> None:
+        self._bindings = bindings
         self._store = store
         self._sessions = sessions
         self._layouts = layouts
@@ -71,6 +74,7 @@ class ChunkCopies:
         reservation = self._store.reserve(list(wanted), nbytes) if wanted else None
         admitted = 0
         if reservation is not None:
+            self._bind(key, [wanted[object_key] for object_key in reservation.slots])
             # If the copy hangs, others may store these chunks; the room stays its own.
             cancellation.on_cancel(partial(self._store.renounce, reservation))
             admitted = self._fill(entry, block_ids, reservation, wanted, cancellation)
@@ -87,6 +91,12 @@ class ChunkCopies:
             )
         )
         return ok
+
+    def _bind(self, key: CacheKey, indices: Sequence[int]) -> None:
+        """Remember what tokens the new chunks stand for, before their events go out."""
+        if self._bindings is not None and indices:
+            hashes = self._hasher.hashes(key.token_ids, key.end)
+            self._bindings.bind(key, hashes, indices)
 
     def _fill(
         self,

@@ -55,7 +55,10 @@ class ManagementModule:
         chunk_tokens: int,
         publish: Publish,
         now: Now,
+        capabilities: Sequence[str] = (),
     ) -> None:
+        """`capabilities` are what `get_experimental` lists."""
+        self._capabilities = list(capabilities)
         self._targets = targets
         self.reaper = reaper
         self._store = store
@@ -163,11 +166,10 @@ class ManagementModule:
         del call
         return self._chunk_tokens
 
-    @staticmethod
-    def get_experimental(call: Call) -> list[str]:
-        """Return the optional capabilities: none, so that stock clients use none."""
+    def get_experimental(self, call: Call) -> list[str]:
+        """Return the optional capabilities; stock clients use those that are listed."""
         del call
-        return []
+        return self._capabilities
 
     def clear(self, call: Call, force: bool) -> None:  # noqa: FBT001  # the wire's positional flag
         """Drop cached objects; without `force` those that a lookup or transfer has pinned stay."""

@@ -54,6 +54,7 @@ _LEVELS: dict[type[Event], int] = {
     events.Retrieved: logging.DEBUG,
     events.LookedUp: logging.DEBUG,
     events.UnheldRelease: logging.DEBUG,
+    events.KvEventStreamEnded: logging.DEBUG,
 }
 """State changes are info, unless they stand here; requests and repeats are debug."""
 

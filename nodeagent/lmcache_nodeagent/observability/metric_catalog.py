@@ -216,6 +216,12 @@ COUNTED: tuple[Counted, ...] = (
         buckets=COPY_BUCKETS,
     ),
     Counted(
+        "kv_event_streams_ended_total",
+        "Streams of KV events that ended.",
+        events.KvEventStreamEnded,
+        labels=("reason",),
+    ),
+    Counted(
         "unheld_releases_total",
         "Releases of lookup locks that their request does not hold; nothing was freed.",
         events.UnheldRelease,
@@ -274,6 +280,7 @@ TRANSFERS_OVERDUE_TOTAL = Sampled(
     kind="counter",
 )
 SESSIONS = Sampled("sessions", "Requests whose lookup is remembered.")
+KV_EVENT_STREAMS = Sampled("kv_event_streams", "Streams of KV events that are open.")
 LEASES = Sampled("leases", "Sessions that keep objects from eviction.")
 OLDEST_LEASE_SECONDS = Sampled("oldest_lease_seconds", "Age of the oldest of these sessions.")
 MODELS = Sampled("models", "Models, by name and world size, that have a registered worker.")
@@ -318,6 +325,7 @@ SAMPLED: tuple[Sampled, ...] = (
     TRANSFERS_HANGING,
     TRANSFERS_OVERDUE_TOTAL,
     SESSIONS,
+    KV_EVENT_STREAMS,
     LEASES,
     OLDEST_LEASE_SECONDS,
     MODELS,

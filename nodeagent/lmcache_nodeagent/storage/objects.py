@@ -10,6 +10,7 @@ from typing import NamedTuple
 from lmcache_nodeagent.clock import Now, monotonic
 from lmcache_nodeagent.errors import MalformedRequest
 from lmcache_nodeagent.storage.allocator import ByteAllocator, aligned_bytes
+from lmcache_nodeagent.storage.changes import ChangeLog, Changes
 from lmcache_nodeagent.storage.eviction import EvictionPolicy
 from lmcache_nodeagent.storage.stats import L1Stats, L1Totals
 
@@ -95,7 +96,9 @@ class L1Store:
         *,
         now: Now = monotonic,
         write_ttl_seconds: float = WRITE_TTL_SECONDS,
+        changes: ChangeLog | None = None,
     ) -> None:
+        self._changes = changes or ChangeLog(0)
         self._region = region
         self._now = now
         self._write_ttl_seconds = write_ttl_seconds
@@ -173,6 +176,7 @@ class L1Store:
                 if self._writers.get(key) is reservation:
                     del self._writers[key]
                     self._show_locked(key, Extent(offset, reservation.nbytes))
+                    self._changes.stored(key)
                     committed.append(key)
                 else:
                     self._space.free(offset)
@@ -280,12 +284,15 @@ class L1Store:
             gone = [key for key in self._resident if force or key not in self._pins]
             for key in gone:
                 self._drop_locked(key)
-            self._writers = {
-                key: writer
-                for key, writer in self._writers.items()
-                if not force and writer.expires_at > now
-            }
+            self._changes.removed(gone)
+            kept = {} if force else self._writers
+            self._writers = {k: writer for k, writer in kept.items() if writer.expires_at > now}
         return len(gone)
+
+    def changes_since(self, cursor: int, limit: int) -> Changes:
+        """See `ChangeLog.since`."""
+        with self._lock:
+            return self._changes.since(cursor, limit)
 
     def stats(self) -> L1Stats:
         """Return the figures of one moment."""
@@ -335,6 +342,7 @@ class L1Store:
         )
         for key in victims:
             self._drop_locked(key)
+        self._changes.removed(victims)
         self._totals.evicted += len(victims)
         return len(victims)
 

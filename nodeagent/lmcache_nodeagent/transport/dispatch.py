@@ -15,7 +15,7 @@ from lmcache_nodeagent.errors import (
 )
 from lmcache_nodeagent.events import MalformedMessage, StrangerRefused
 from lmcache_nodeagent.liveness.entry import Speaker
-from lmcache_nodeagent.modules.calls import Call, Pending
+from lmcache_nodeagent.modules.calls import Call, Pending, Streaming
 from lmcache_nodeagent.protocol.codec import (
     decode_operation,
     decode_payload,
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 _IDS_KEPT_PER_CONNECTION = 64
 
 _CONNECTIONS_REMEMBERED = 1024
+
+_CONTROL_FRAMES = 3
+"""Uid of a stream, an empty frame where requests name their operation, a word."""
 
 _SET_MODE = "in the worker's kv_connector_extra_config, or start the agent with auto"
 
@@ -75,7 +78,10 @@ class Dispatcher:
         hear: Hear,
         send: Callable[[Reply], None],
         publish: Publish,
+        control: Callable[[Connection, bytes, bytes], None],
     ) -> None:
+        """`control` takes what a client says about a stream that it has."""
+        self._control = control
         self._handlers = handlers
         self._pools = pools
         self._hear = hear
@@ -114,6 +120,9 @@ class Dispatcher:
             self._malformed(connection, "framing", f"{len(frames)} frames, no uid and operation")
             return
         uid, operation_frame = frames[0], frames[1]
+        if not operation_frame and len(frames) == _CONTROL_FRAMES:
+            self._control(connection, uid, frames[2])
+            return
         try:
             operation = decode_operation(operation_frame)
         except RequestError as error:
@@ -151,7 +160,7 @@ class Dispatcher:
         if operation.name not in self._handlers:
             fix = _FIXES.get(operation.name, "see its documentation for what it serves")
             raise UnsupportedOperation(f"{operation.name} is not served by this agent; {fix}")
-        if operation.pool is PoolKind.INLINE:
+        if operation.pool in {PoolKind.INLINE, PoolKind.STREAM}:
             self.run(request)
             return
         self._unanswered[request] = None
@@ -234,7 +243,8 @@ class Dispatcher:
         try:
             payload = decode_payload(request.operation, request.payload)
             request.payload = ()
-            call = Call(request.connection, request.touched, request.cancellation)
+            stream = request if request.operation.pool is PoolKind.STREAM else None
+            call = Call(request.connection, request.touched, request.cancellation, stream)
             value = self._handlers[request.operation.name](call, *payload)
         except RequestError as error:
             request.refuse(error)
@@ -244,7 +254,8 @@ class Dispatcher:
             if isinstance(value, Pending):
                 value.when_settled(lambda settled: self._answer(request, settled))
                 return
-            request.answer(value)
+            if not isinstance(value, Streaming):
+                request.answer(value)
         self._unanswered.pop(request, None)
 
     def _answer(self, request: Request, value: object) -> None:

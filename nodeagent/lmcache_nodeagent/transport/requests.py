@@ -87,6 +87,20 @@ class Request:
             return
         self._reply(self.operation_frame, document)
 
+    def send(self, value: object) -> None:
+        """Send one document of a stream; none after its end."""
+        document = encode_reply(self.operation, value)
+        with self._lock:
+            if self._answered:
+                return
+        self._send(
+            Reply(self.connection, self.operation.name, self.uid, self.operation_frame, document)
+        )
+
+    def end(self) -> None:
+        """End a stream."""
+        self._reply(self.operation_frame, None)
+
     def refuse(self, error: RequestError) -> None:
         """Tell the caller no: in-band where stock clients want that, else with the reason."""
         fact = RequestRefused(
