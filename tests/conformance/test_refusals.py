@@ -35,7 +35,7 @@ ANSWERED = {
     "clear": "None",
     "report_block_allocation": "None",
     "get_chunk_size": "64",
-    "get_experimental": "[]",
+    "get_experimental": "['kv_event_stream']",
     "noop": "'OK'",
 }
 """Operations that have an answer for a stranger."""
