@@ -177,7 +177,9 @@ def assemble(env: Environment) -> Assembled:
         publish,
         now,
     )
-    transfers = _transfer_modules(env, holder, copies, store, sessions, hasher, quarantine)
+    transfers = _transfer_modules(
+        env, holder, copies, store, sessions, hasher, quarantine, bindings
+    )
     late.targets = transfers
 
     def housekeeping(moment: float) -> None:
@@ -227,9 +229,7 @@ def assemble(env: Environment) -> Assembled:
         modules.append(kv_events)
     late.dispatcher = Dispatcher(
         handlers={
-            name: handler
-            for module in modules
-            for name, handler in module.handlers().items()
+            name: handler for module in modules for name, handler in module.handlers().items()
         },
         pools={
             PoolKind.SYNC: sync_pool,
@@ -272,6 +272,7 @@ def _transfer_modules(
     sessions: SessionTable,
     hasher: ChunkHasher,
     quarantine: SlotQuarantine,
+    bindings: TokenBindings,
 ) -> tuple[LMCacheDrivenTransferModule | EngineDrivenTransferModule, ...]:
     """Make a module for each transfer mode that is served."""
     config, publish, now = env.config, env.bus.publish, env.now
@@ -289,6 +290,7 @@ def _transfer_modules(
         sessions,
         hasher,
         copies.give_back_share,
+        bindings,
     )
     if not config.serves_lmcache_driven:
         return (engine_driven,)

@@ -75,7 +75,10 @@ def test_a_stranger_is_declined_in_every_operation(
     agent: AgentProcess, connected: StockProcess
 ) -> None:
     """Valid requests for an unknown instance, or for what this agent does not serve."""
-    check(connected.ask("refused_calls"), {**DECLINED, **ANSWERED})
+    outcomes = connected.ask("refused_calls")
+    what, _, _ = outcomes.pop("subscribe_kv_events")
+    assert what == "silence", "a stream has nothing to tell until something is stored"
+    check(outcomes, {**DECLINED, **ANSWERED})
     assert_unharmed(agent, connected)
 
 

@@ -168,6 +168,7 @@ class ModuleBench:
             self.sessions,
             hasher,
             copies.give_back_share,
+            self.bindings,
         )
         self.transfer.rivals = (self.engine_driven,)
         self.engine_driven.rivals = (self.transfer,)

@@ -50,7 +50,7 @@ SERVED = {
     "subscribe_kv_events",
 }
 STREAMS = {"subscribe_kv_events"}
-"""Silent until there is something to tell; the answer to a cancel is the end."""
+"""Told batch by batch; the answer to a cancel is the end."""
 
 KNOWN_IDS = {known.wire_id for known in OPERATIONS.values()}
 NOT_OPERATIONS: list[int | str] = [
@@ -134,9 +134,10 @@ def test_every_operation_is_answered_once_by_number_and_by_name(
         for spelling in spellings:
             uid = dealer.request(spelling, *requests.frames(operation))
             if operation in STREAMS:
-                assert dealer.silent()
                 dealer.send(msgpack.encode(uid), b"", b"cancel")
             reply = dealer.reply_to(uid, ANSWER_SECONDS)
+            if operation in STREAMS and reply.value is not None:  # the first batch was faster
+                reply = dealer.reply_to(uid, ANSWER_SECONDS)
             if operation not in SERVED:
                 assert says_no(operation, reply)
             elif reply.refusal is None:

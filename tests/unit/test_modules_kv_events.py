@@ -19,6 +19,7 @@ from lmcache_nodeagent.protocol.optional_messages import KvEventBatch
 from lmcache_nodeagent.storage.changes import MAX_KEYS_PER_CHANGE, ChangeLog
 from lmcache_nodeagent.storage.objects import ObjectKey, kv_rank
 from lmcache_nodeagent.transport.requests import Reply, Request
+from tests.fakes.copying_engine import CopyingEngine
 from tests.fakes.liveness_parts import close, connection
 from tests.fakes.module_bench import CHUNK, MODEL, Engine, ModuleBench, key, tokens
 
@@ -96,6 +97,22 @@ def test_stored_chunks_come_with_their_tokens_and_parents(
     ] == [
         (1, "stored", "CPU", MODEL, [HASHES[0]], None, tokens()[:CHUNK]),
         (2, "stored", "CPU", MODEL, [HASHES[1]], HASHES[0], tokens()[CHUNK : 2 * CHUNK]),
+    ]
+
+
+@pytest.mark.parametrize("way", ["mapped", "sent"])
+def test_stores_of_workers_that_copy_themselves_are_told_too(
+    bench: ModuleBench, client: Client, way: str
+) -> None:
+    """Whether they map L1 or send the bytes; upstream tells of neither."""
+    engine = CopyingEngine(bench)
+    assert engine.store(end=2) if way == "mapped" else engine.send(end=2)
+    client.subscribe()
+    batch = client.next()
+    assert batch is not None
+    assert [(e.block_hashes, e.parent_block_hash, e.token_ids[0]) for e in batch.events] == [
+        ([HASHES[0]], None, 0),
+        ([HASHES[1]], HASHES[0], CHUNK),
     ]
 
 

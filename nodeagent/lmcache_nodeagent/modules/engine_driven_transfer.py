@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lmcache_nodeagent.hashing import ChunkHasher
     from lmcache_nodeagent.modules.calls import Call, Pending
     from lmcache_nodeagent.modules.engine_driven_entry import ChunkForm, TransferStrategy
+    from lmcache_nodeagent.modules.kv_events import TokenBindings
     from lmcache_nodeagent.modules.pickled_transfer import PickledTransfer
     from lmcache_nodeagent.modules.shared_pool_transfer import SharedPoolTransfer
     from lmcache_nodeagent.modules.slot_quarantine import SlotQuarantine
@@ -57,6 +58,7 @@ class EngineDrivenTransferModule(InstanceHolder[EngineDrivenContextEntry]):
         sessions: SessionTable,
         hasher: ChunkHasher,
         give_back_share: Callable[[CacheKey, str], None],
+        bindings: TokenBindings,
     ) -> None:
         super().__init__(parts)
         self._pool = pool
@@ -67,6 +69,7 @@ class EngineDrivenTransferModule(InstanceHolder[EngineDrivenContextEntry]):
         self._sessions = sessions
         self._hasher = hasher
         self._give_back_share = give_back_share
+        self._bindings = bindings
 
     def handlers(self) -> Mapping[str, Callable[..., object]]:
         """Return the handlers by operation name."""
@@ -181,6 +184,9 @@ class EngineDrivenTransferModule(InstanceHolder[EngineDrivenContextEntry]):
         try:
             with self._using(call, instance_id, key.worker_id, may_overtake=False) as entry:
                 transfer = self._transfer(entry, key)
+                self._bindings.bind(
+                    key, self._hasher.hashes(key.token_ids, key.end), range(len(transfer.keys))
+                )
                 if not data:
                     return self._shared.commit_store(entry, transfer)
                 if entry.strategy is not self._pickled:

@@ -61,7 +61,7 @@ class TokenBindings:
             hashes: Of all chunks of its prompt up to `end`.
             indices: Which of the range's chunks, counted from `start`.
         """
-        if not self._size or key.worker_id:
+        if not self._size or key.worker_id or not indices:
             return  # the log notes the objects of rank 0 only
         size = self._chunk_tokens
         first = key.start // size
