@@ -195,6 +195,8 @@ class World:
             else:
                 self._scan()
         self.now.seconds = end
+        if end >= self._asleep_until:
+            self._check_the_dead()
 
     # The reaper
 
@@ -209,6 +211,9 @@ class World:
             self.workers.remove(worker)
             self.reaped.append(worker)
             self._truth.check_reap(worker)
+        self._check_the_dead()
+
+    def _check_the_dead(self) -> None:
         for worker in self.workers:
             if not worker.alive and worker.entry and not self._stalled_until:
                 self._truth.check_kept(worker, worker.entry)
