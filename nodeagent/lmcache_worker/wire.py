@@ -91,6 +91,45 @@ class EngineGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkDescription:
+    """What an engine-driven worker registers: how the tensor of one of its chunks looks.
+
+    `use_mla` means a single plane; `num_physical_slots` is the token slots of a chunk.
+    """
+
+    instance_id: int
+    model_name: str
+    world_size: int
+    block_size: int
+    num_layers: int
+    hidden_dim_size: int
+    dtype_str: str
+    use_mla: bool
+    num_physical_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSlot:
+    """One chunk's place in the shared pool, in bytes."""
+
+    offset: int
+    length: int
+    shape: Sequence[int]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class StorePlan:
+    """Which chunks of a range to write, and where: `chunk_indices` has one for each slot.
+
+    Without a plan the worker sends the bytes, or commits in vain where it maps the pool.
+    """
+
+    slots: Sequence[PoolSlot]
+    chunk_indices: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
 class BlockAllocation:
     """Blocks and tokens that a request gained in one scheduler step."""
 

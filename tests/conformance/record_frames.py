@@ -2,7 +2,7 @@
 
 Run it in the stock environment, which `make conformance` makes:
 
-    .venvs/stock/bin/python tests/conformance/record_frames.py tests/fixtures/wire
+    .venvs/stock/bin/python tests/conformance/record_frames.py tests/fixtures/wire [SESSION...]
 
 It starts the stock server on a free port, puts a recording proxy in front of it, runs the stock
 vLLM adapters through one session of each transfer mode, and writes one JSON file for each.
@@ -45,6 +45,13 @@ TOKENS = list(range(70_000, 70_075))
 END = 64
 TIMEOUT_SECONDS = 60.0
 L1_GIB = "0.2"
+
+SESSIONS = {
+    "lmcache_driven": ("lmcache_driven", True),
+    "engine_driven": ("engine_driven", True),
+    "engine_driven_pickle": ("engine_driven", False),
+}
+"""Transfer mode of each session, and whether its server has a shared pool."""
 
 Exchange = dict[str, object]
 
@@ -98,8 +105,8 @@ class RecordingProxy:
 
 
 @contextlib.contextmanager
-def stock_server() -> Iterator[str]:
-    """Run the stock server on free ports; yield its URL."""
+def stock_server(*, pool: bool) -> Iterator[str]:
+    """Run the stock server on free ports, with a shared pool or without; yield its URL."""
     port, http_port = _free_port(), _free_port()
     command = [
         str(Path(sys.executable).parent / "lmcache"),
@@ -110,7 +117,7 @@ def stock_server() -> Iterator[str]:
         *("--eviction-policy", "LRU"),
         *("--chunk-size", str(CHUNK_TOKENS)),
         *("--supported-transfer-mode", "auto"),
-        *("--shm-name", f"record_{os.getpid()}"),
+        *(("--shm-name", f"record_{os.getpid()}") if pool else ()),
     ]
     log = Path(f"stock-server-{port}.log")
     with (
@@ -144,7 +151,7 @@ def make_adapters(
     )
 
 
-def run_session(url: str, mode: str) -> dict[str, object]:
+def run_session(url: str, mode: str, *, pool: bool) -> dict[str, object]:
     """Store a prompt, find it and load it with the stock adapters; return the file's header."""
     context = zmq.Context()
     scheduler, worker = make_adapters(url, context, mode)
@@ -171,7 +178,7 @@ def run_session(url: str, mode: str) -> dict[str, object]:
     scheduler.free_lookup_locks(TOKENS, 0, END, "freed")
     scheduler.cleanup_lookup_result("freed")
     scheduler.report_block_allocations([BlockAllocationRecord("freed", [1, 2], [5, 6, 7])])
-    _plain_calls(worker, mode)
+    _plain_calls(worker, mode, pool=pool)
     scheduler.reset_cache()
     instance_id = worker.instance_id
     worker.shutdown()
@@ -185,7 +192,7 @@ def run_session(url: str, mode: str) -> dict[str, object]:
     }
 
 
-def _plain_calls(worker: LMCacheMPWorkerAdapter, mode: str) -> None:
+def _plain_calls(worker: LMCacheMPWorkerAdapter, mode: str, *, pool: bool) -> None:
     """Calls that the adapters make rarely or never, and the server's ways to say no."""
     client = worker.req_client
     stranger = 7
@@ -208,7 +215,8 @@ def _plain_calls(worker: LMCacheMPWorkerAdapter, mode: str) -> None:
         calls.append(client.wait_prefetch_status("absent", 0.5))
     else:
         calls.append(client.prepare_retrieve(key, worker.instance_id))
-        calls.append(client.commit_store(key, worker.instance_id, b""))
+        if pool:  # without one the stock server does not answer a commit of nothing
+            calls.append(client.commit_store(key, worker.instance_id, b""))
         stream = client.subscribe_kv_events(worker.instance_id, MODEL, 0, 16)
         next(stream)
         stream.close()
@@ -244,21 +252,23 @@ def write_fixture(path: Path, header: dict[str, object], exchanges: list[Exchang
 
 
 def main() -> None:
-    """Record both sessions into the directory named on the command line."""
+    """Record the sessions, or those named, into the directory named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
-    directory = parser.parse_args().directory
+    parser.add_argument("session", nargs="*", choices=[*SESSIONS, []])
+    chosen = parser.parse_args()
     installed = importlib.metadata.version("lmcache")
     if installed != RELEASE:
         sys.exit(f"lmcache {installed} is installed; the fixtures are of {RELEASE}")
-    with stock_server() as url:
-        for mode in ("lmcache_driven", "engine_driven"):
+    for session in chosen.session or SESSIONS:
+        mode, pool = SESSIONS[session]
+        with stock_server(pool=pool) as url:
             proxy = RecordingProxy(url)
             try:
-                header = run_session(proxy.url, mode)
+                header = run_session(proxy.url, mode, pool=pool)
             finally:
                 exchanges = proxy.close()
-            write_fixture(directory / f"{mode}.json", header, exchanges)
+        write_fixture(chosen.directory / f"{session}.json", header, exchanges)
 
 
 if __name__ == "__main__":

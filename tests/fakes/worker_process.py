@@ -183,9 +183,15 @@ class Worker:
 class WorkerProcess:
     """The parent's side."""
 
-    def __init__(self, url: str, instance_id: int, wrapper: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        url: str,
+        instance_id: int,
+        wrapper: Sequence[str] = (),
+        module: str = "tests.fakes.worker_process",
+    ) -> None:
         self.instance_id = instance_id
-        command = [sys.executable, "-m", "tests.fakes.worker_process", url, str(instance_id)]
+        command = [sys.executable, "-m", module, url, str(instance_id)]
         self.process = subprocess.Popen(
             [*wrapper, *command],
             stdin=subprocess.PIPE,
@@ -262,12 +268,11 @@ class WorkerFailed(AssertionError):
     """What a command raised in the worker."""
 
 
-def _main() -> None:
-    url, instance_id = sys.argv[1:]
-    worker = Worker(url, int(instance_id))
+def serve(worker: Any, segments: Sequence[str]) -> None:  # noqa: ANN401  # whatever has commands
+    """Answer commands until standard input ends; the child's side of any `WorkerProcess`."""
     # Not getpid: in a PID namespace of its own the parent knows it by the number in its /proc.
     pid = int(os.readlink("/proc/self"))  # noqa: PTH115
-    print(json.dumps([pid, worker.segments]), flush=True)  # noqa: T201
+    print(json.dumps([pid, segments]), flush=True)  # noqa: T201
     for line in sys.stdin:
         command, *arguments = json.loads(line)
         try:
@@ -276,6 +281,12 @@ def _main() -> None:
             result = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(result), flush=True)  # noqa: T201
     worker.close()
+
+
+def _main() -> None:
+    url, instance_id = sys.argv[1:]
+    worker = Worker(url, int(instance_id))
+    serve(worker, worker.segments)
 
 
 if __name__ == "__main__":

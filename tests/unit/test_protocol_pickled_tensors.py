@@ -13,13 +13,16 @@ import struct
 import tempfile
 import tracemalloc
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lmcache_nodeagent.errors import MalformedRequest
+from lmcache_nodeagent.protocol.codec import decode_operation, decode_payload
+from lmcache_nodeagent.protocol.messages import PrepareRetrieveReply
 from lmcache_nodeagent.protocol.pickle_machine import Called, Name, Persistent, read_pickle
 from lmcache_nodeagent.protocol.pickled_tensors import (
     FRAMING_BYTES,
@@ -27,6 +30,7 @@ from lmcache_nodeagent.protocol.pickled_tensors import (
     read_tensors,
     write_tensors,
 )
+from tests.fixtures.wire.recordings import load
 
 _RECORDED = Path(__file__).parent / "recorded/pickled_tensors.json"
 CASES: list[dict[str, Any]] = json.loads(_RECORDED.read_text())
@@ -49,6 +53,23 @@ def test_what_pytorch_pickles_is_read(case: dict[str, Any]) -> None:
         (case["dtype"], tuple(case["shape"]))
     }
     assert case["dtype"] in PICKLED_DTYPES
+
+
+def test_what_stock_client_and_server_exchange_is_read() -> None:
+    """The recorded session: what the worker stored is what the server gave back."""
+    recording = load("engine_driven_pickle")
+    stored, loaded = b"", b""
+    for exchange in recording.exchanges:
+        _, operation_frame, *payload = exchange.request_frames()
+        operation = decode_operation(operation_frame)
+        if operation.name == "commit_store" and not stored:
+            stored = cast("bytes", decode_payload(operation, payload)[2])
+        elif operation.name == "prepare_retrieve" and not loaded:
+            document = exchange.reply_frames()[0][2]
+            loaded = msgspec.msgpack.decode(document, type=PrepareRetrieveReply).data
+    tensors = read_tensors(stored, 2)
+    assert {(tensor.dtype, tensor.shape) for tensor in tensors} == {("bfloat16", (2, 2, 32, 16))}
+    assert tensors == read_tensors(loaded, 2)
 
 
 @given(st.sampled_from(sorted(PICKLED_DTYPES)), st.integers(0, 5), st.binary(min_size=1))
