@@ -6,6 +6,7 @@ Translates between the agent's own records and the messages of the link. Thread:
 from __future__ import annotations
 
 import importlib.metadata
+from collections import Counter
 from typing import TYPE_CHECKING, assert_never
 
 from lmcache_nodeagent.config import LIVE_OPTIONS
@@ -15,6 +16,8 @@ from lmcache_nodeagent.liveness.testimony import PodOwner as KnownPodOwner
 from lmcache_nodeagent.liveness.testimony import PodRun as KnownPodRun
 from lmcache_nodeagent.operator_link.conversation import Snapshot
 from lmcache_nodeagent.operator_link.messages import (
+    MAX_INSTANCES,
+    MAX_MODEL_CHARACTERS,
     Ack,
     AgentState,
     Evidence,
@@ -29,7 +32,7 @@ from lmcache_nodeagent.operator_link.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from lmcache_nodeagent.liveness.journal import Journal, Numbered
     from lmcache_nodeagent.liveness.live_settings import LiveSettings
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
     from lmcache_nodeagent.operator_link.messages import FromOperator
 
 _IP_IDENTITY = "ip:"
+_LONGEST_PROBLEM = 1_000  # characters; of the agent's own words about somebody's file
 
 
 class LinkView:
@@ -72,14 +76,14 @@ class LinkView:
         One that is being released is not registered any more.
         """
         verdicts = self._reaper.verdicts(describe=False)
-        reports = (_report(entry, verdict) for entry, verdict, _ in verdicts)
+        reports = _as_many_as_are_taken(_report(entry, verdict) for entry, verdict, _ in verdicts)
         config = self._settings.config
         values = {option.field_name: getattr(config, option.field_name) for option in LIVE_OPTIONS}
         return Snapshot(
             instances={(report.instance_id, report.registration): report for report in reports},
             state=AgentState(
                 settings=ReapingSettings(**values),
-                settings_problem=self._settings.problem,
+                settings_problem=_cut(self._settings.problem, _LONGEST_PROBLEM),
                 releases_stuck=len(self._releaser.stuck()),
                 mismatched_heartbeats=sum(entry.mismatch_reported for entry, _, _ in verdicts),
             ),
@@ -109,13 +113,33 @@ class LinkView:
                 assert_never(message)
 
 
+def _as_many_as_are_taken(reports: Iterable[InstanceReport]) -> Sequence[InstanceReport]:
+    """Leave out what the operator would not take: of the peers that have most, the latest.
+
+    So a client that registers without end costs nobody else the operator's word.
+    """
+    ordered = sorted(reports, key=lambda report: report.registration)
+    if len(ordered) <= MAX_INSTANCES:
+        return ordered
+    ranks, ranked = Counter[str](), list[tuple[int, InstanceReport]]()
+    for report in ordered:
+        ranked.append((ranks[report.peer], report))
+        ranks[report.peer] += 1
+    ranked.sort(key=lambda each: each[0])
+    return [report for _, report in ranked[:MAX_INSTANCES]]
+
+
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
 def _report(entry: ReapableEntry, verdict: Verdict) -> InstanceReport:
     registered = entry.registered
     return InstanceReport(
         instance_id=int(entry.instance_id),
         registration=registered.serial,
         registered_at=registered.at,
-        model=entry.model,
+        model=_cut(entry.model, MAX_MODEL_CHARACTERS),
         peer=_address(entry.registrant.peer.identity),
         connected=not all_closed(entry.connections),
         state=verdict.state.value,
@@ -137,7 +161,7 @@ def _journal_entry(numbered: Numbered) -> JournalEntry:
         kind=entry.kind,
         instance_id=int(entry.subject.instance_id),
         registration=registered.serial,
-        model=entry.subject.model,
+        model=_cut(entry.subject.model, MAX_MODEL_CHARACTERS),
         reason=entry.reason,
         evidence=entry.evidence,
         silent_seconds=entry.silent_seconds,

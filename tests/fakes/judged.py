@@ -34,9 +34,9 @@ def assert_ends(judged: Verdict, window: Window, deadline: float) -> None:
     assert (judged.window, judged.deadline, judged.reason) == (window, deadline, None)
 
 
-def candidate(serial: int = 2, speaker: Connection | None = None) -> Link:
+def candidate(serial: int = 2, speaker: Connection | None = None, *, at: float = 1.0) -> Link:
     """An open link accepted after that of the entry's connection (serial 1)."""
-    link = Link(serial=serial, descriptor=serial, accepted_at=1.0, connection=speaker)
+    link = Link(serial=serial, descriptor=serial, accepted_at=at, connection=speaker)
     if speaker is not None:
         speaker.link = link
     return link

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from lmcache_nodeagent.operator_link.messages import (
+    MAX_INSTANCES,
     Ack,
     AgentState,
     Hello,
@@ -13,18 +15,20 @@ from lmcache_nodeagent.operator_link.messages import (
     Instances,
     JournalEntry,
     LinkError,
+    PodOwner,
     PodRun,
     ReapingSettings,
 )
 from lmcache_operator.agents import registry as registry_module
 from lmcache_operator.agents.registry import (
-    MAX_REPORT_CHARACTERS,
     AgentIdentity,
     AgentRegistry,
     AgentSession,
     ServerRef,
     StreamEnd,
 )
+from lmcache_operator.agents.sanity import MAX_REPORT_CHARACTERS
+from lmcache_operator.events.objects import Involved, Origin, event_object
 from tests.fakes.link_listener import WritesDown
 
 KV = ServerRef("serving", "kv", "uid-kv")
@@ -225,6 +229,95 @@ def test_what_no_agent_says(
     with pytest.raises(LinkError, match=words):
         registry.receive(session, message)
     assert listener.told == [("connected", "b1")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"happened_at": 1e300}, "happened_at 1e\\+300 is not from 0"),
+        ({"happened_at": 253_402_300_800.0}, "happened_at"),
+        ({"happened_at": -1.0}, "happened_at -1 "),
+        ({"released_bytes": 10**400}, "released_bytes is beyond"),
+        ({"seq": 2**63}, "seq is beyond"),
+        ({"missed": 10**30}, "missed is beyond"),
+        ({"silent_seconds": 1e300}, "silent_seconds is beyond"),
+        ({"latency_seconds": 1e300}, "latency_seconds is beyond"),
+        ({"instance_id": -1}, "instance id -1"),
+        ({"reason": "r" * 65}, "reason has 65 characters, at most 64"),
+        ({"trigger": "t" * 65}, "trigger has 65 characters"),
+        ({"evidence": ("e" * 10_000, "e" * 10_000)}, "a journal entry has 20001 characters"),
+        ({"mapping": PodRun(namespace="n", name="../secrets/x", uid="u")}, "'../secrets/x' is no"),
+        ({"mapping": PodRun(namespace="n?watch=1", name="w", uid="u")}, "is no name"),
+    ],
+)
+def test_what_no_journal_has(
+    registry: AgentRegistry, listener: WritesDown, changes: dict[str, object], words: str
+) -> None:
+    """Dates beyond the calendar and the like would stop the operator, for all its agents."""
+    session = a_session()
+    registry.add(session)
+    with pytest.raises(LinkError, match=words):
+        registry.receive(session, replace(JOURNAL, **changes))
+    assert listener.told == [("connected", "b1")]
+
+
+@pytest.mark.parametrize("happened_at", [0.0, 2.0**33])
+def test_an_event_can_be_made_of_whatever_is_let_in(
+    registry: AgentRegistry, happened_at: float
+) -> None:
+    """Also at the limits."""
+    counts = ("seq", "registration", "released_bytes", "missed")
+    seconds = ("silent_seconds", "release_seconds", "latency_seconds")
+    owner = PodOwner(api_version="apps/v1", kind="StatefulSet", name="w", uid="u")
+    where = PodRun(namespace="n", name="w-0.a", uid="u", owner=owner)
+    entry = replace(JOURNAL, happened_at=happened_at, mapping=where)
+    entry = replace(entry, **dict.fromkeys(counts, 2**53), **dict.fromkeys(seconds, 2.0**53))
+    session = a_session()
+    registry.add(session)
+    registry.receive(session, entry)
+    server = Involved("v1", "LMCacheServer", KV.namespace, KV.name, KV.uid)
+    assert event_object(Origin(server, "n1", "b1"), entry, server, "server")
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        (replace(STATE, releases_stuck=10**30), "releases_stuck is beyond"),
+        (replace(STATE, mismatched_heartbeats=-(10**30)), "mismatched_heartbeats is beyond"),
+        (replace(STATE, settings_problem="p" * 20_000), "a state has 20000 characters"),
+        (
+            replace(STATE, settings=replace(STATE.settings, reap_mode="m" * 100)),
+            "reap_mode has 100 characters",
+        ),
+        (
+            replace(STATE, settings=replace(STATE.settings, hint_confirm_seconds=1e300)),
+            "hint_confirm_seconds is 1e\\+300, not from 0",
+        ),
+        (
+            replace(STATE, settings=replace(STATE.settings, close_confirm_seconds=-1.0)),
+            "close_confirm_seconds is -1, not from 0",
+        ),
+    ],
+)
+def test_what_no_agent_says_of_itself(
+    registry: AgentRegistry, listener: WritesDown, state: AgentState, words: str
+) -> None:
+    """The API server would not store a status with it."""
+    session = a_session()
+    registry.add(session)
+    with pytest.raises(LinkError, match=words):
+        registry.receive(session, state)
+    assert listener.told == [("connected", "b1")]
+    assert session.state is None
+
+
+def test_as_many_instances_are_taken_as_agents_say(registry: AgentRegistry) -> None:
+    """Both sides have one limit."""
+    session = a_session()
+    registry.add(session)
+    registry.receive(session, Instances(changed=tuple(map(report, range(MAX_INSTANCES)))))
+    with pytest.raises(LinkError, match=f"{MAX_INSTANCES + 1} instances at once"):
+        registry.receive(session, Instances(changed=(report(MAX_INSTANCES),)))
 
 
 def test_too_many_instances(registry: AgentRegistry, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,17 @@ def test_without_certificates_nobody_is_trusted(folder: MountedFolder) -> None:
     assert look(folder.path).problem.startswith("ca.crt is missing or empty")
 
 
+def test_remarks_beside_certificates_may_be_in_any_language(folder: MountedFolder) -> None:
+    """Python's `ssl` fails on them in a way that would end the link's thread, and the agent."""
+    marked = "# Autorité\n-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n# £"
+    folder.put({"url": "wss://operator:8443", "ca.crt": marked})
+    target = look(folder.path).target
+    assert target is not None
+    assert target.ca == "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----"
+    folder.put({"url": "wss://operator:8443", "ca.crt": "Autorité"})
+    assert look(folder.path).problem.startswith("ca.crt is missing or empty")
+
+
 @pytest.mark.parametrize(
     ("content", "words"), [(b"\xff\xfe", "is no text"), (b"x" * 300_000, "is larger than")]
 )

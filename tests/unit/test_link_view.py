@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,8 @@ from lmcache_nodeagent.liveness.testimony import PodOwner as KnownPodOwner
 from lmcache_nodeagent.liveness.testimony import PodRun as KnownPodRun
 from lmcache_nodeagent.liveness.testimony import Registered
 from lmcache_nodeagent.operator_link.messages import (
+    MAX_INSTANCES,
+    MAX_MODEL_CHARACTERS,
     Ack,
     AgentState,
     Evidence,
@@ -26,6 +29,7 @@ from lmcache_nodeagent.operator_link.messages import (
     PodOwner,
     PodRun,
 )
+from tests.fakes import liveness_parts
 from tests.fakes.liveness_parts import close
 from tests.fakes.reaper_bench import ReaperBench, T
 
@@ -130,6 +134,33 @@ def test_the_agent_as_a_whole() -> None:
     assert (bench.state.releases_stuck, bench.state.mismatched_heartbeats) == (1, 1)
     assert (7, 3) in bench.view.snapshot().instances
     assert len(bench.view.snapshot().instances) == 1
+
+
+def test_one_peer_that_registers_without_end_costs_the_others_nothing() -> None:
+    """The operator would end the stream, and with it everybody's hints on this node."""
+    bench = Bench()
+    for number in range(1000, 1000 + MAX_INSTANCES):
+        bench.register(number, "10.0.0.66").registered = Registered(number, 1.0)
+    bench.register(8, "10.0.0.8").registered = Registered(9_000, 1.0)
+    said = bench.view.snapshot().instances
+    assert len(said) == MAX_INSTANCES
+    assert {(7, 3), (8, 9_000), (1000, 1000)} < said.keys()
+    assert (999 + MAX_INSTANCES, 999 + MAX_INSTANCES) not in said
+    assert said.keys() == bench.view.snapshot().instances.keys()
+
+
+def test_long_texts_are_said_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of models are the workers' own choice, up to 4,096 characters."""
+    monkeypatch.setattr(liveness_parts, "MODEL", "m" * 4_096)
+    bench = Bench()
+    assert bench.report.model == "m" * (MAX_MODEL_CHARACTERS - 1) + "…"
+    bench.live.take(json.dumps({f"x{number}": 0 for number in range(5_000)}).encode())
+    assert len(bench.state.settings_problem) == 1_000
+    bench.register(8, at=1000.0 - T)
+    bench.reaper.scan()
+    bench.threads.run_all()
+    (entry,) = bench.view.journal(0)
+    assert len(entry.model) == MAX_MODEL_CHARACTERS
 
 
 @pytest.mark.parametrize("pod", [POD, OWNED])

@@ -212,6 +212,21 @@ def test_probes_of_the_port_are_forgotten() -> None:
     assert ledger.surroundings().gone == ()
 
 
+def test_new_processes_that_come_and_go_push_nothing_out() -> None:
+    """They are nobody come back; a worker that tried in vain restarts the window all the same."""
+    ledger = ConnectionLedger()
+    tried = ledger.accepted(9, 1.0)
+    ledger.link_closed(9, 2.0, may_have_been_a_worker=True)
+    for _ in range(1_000):
+        ledger.accepted(9, 3.0).connection = connection("10.0.0.2", first_uid=0)
+        ledger.link_closed(9, 4.0, may_have_been_a_worker=True)
+    assert ledger.surroundings().gone == (tried,)
+    again = ledger.accepted(9, 5.0)
+    again.connection = connection("10.0.0.2", first_uid=7)
+    ledger.link_closed(9, 6.0, may_have_been_a_worker=True)
+    assert ledger.surroundings().gone == (tried, again)
+
+
 def test_a_close_is_noted_once_and_counts_as_the_networks_if_it_may_be() -> None:
     """Only ends of workers by their own side; processes on this node have no network."""
     ledger = ConnectionLedger()

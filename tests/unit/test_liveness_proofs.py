@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lmcache_nodeagent.liveness.entry import LivenessEntry
-from lmcache_nodeagent.liveness.evidence import CloseKind
+from lmcache_nodeagent.liveness.evidence import CloseKind, Link
 from lmcache_nodeagent.liveness.policy import Reason, State, Window
 from lmcache_nodeagent.liveness.stalls import Stalls
 from lmcache_nodeagent.liveness.testimony import Hint, PodRun, Registered
@@ -44,9 +44,9 @@ def proven(
 def test_proof_acts_at_once_when_the_connections_are_closed(
     kind: CloseKind, engine: str, *, pinged: bool
 ) -> None:
-    """Whatever engine, whoever closed, whoever else has connected since."""
+    """Whatever engine, whoever closed, and although the next run's worker has connected."""
     dead = proven(100.3, pinged=pinged, engine=engine, kind=kind)
-    judged = verdict(dead, 101.0, candidate())
+    judged = verdict(dead, 101.0, candidate(at=101.0))
     assert (judged.reason, judged.window) == (Reason.CONTAINER_TERMINATED, Window.NONE)
     assert (judged.trigger, judged.since) == ("container_terminated", 100.3)
 
@@ -63,6 +63,45 @@ def test_a_close_long_before_the_end_is_no_contradiction() -> None:
     dead = proven(40.0)
     judged = verdict(dead, 101.0)
     assert (judged.reason, judged.since) == (Reason.CONTAINER_TERMINATED, ENDED)
+
+
+@pytest.mark.parametrize("pinged", [True, False])
+@pytest.mark.parametrize("accepted_at", [40.1, 100.9])
+def test_one_that_has_come_back_before_the_end_is_not_reaped(
+    accepted_at: float, *, pinged: bool
+) -> None:
+    """Of two engines in a pod one ended. The other, idle and cut off earlier, is here again.
+
+    Which container an instance runs in may have been taken wrong; what ended is not connected.
+    """
+    other = proven(40.0, pinged=pinged)
+    judged = verdict(other, 101.0, candidate(at=accepted_at))
+    assert (judged.reason, judged.held_by) == (None, "1 candidate connection(s)")
+    if not pinged:
+        assert verdict(other, NEVER, candidate(at=accepted_at)).reason is None
+
+
+@pytest.mark.parametrize(
+    "stranger",
+    [
+        candidate(at=30.0),
+        candidate(at=101.0),
+        candidate(2, connection("10.0.0.2", first_uid=0), at=40.1),
+        candidate(2, connection("10.0.0.2", first_uid=0), at=100.5),
+    ],
+    ids=["before the close", "after the end", "a new process", "another new process"],
+)
+def test_others_that_are_connected_hold_no_proof(stranger: Link) -> None:
+    """Nobody else's connection keeps a dead worker's memory."""
+    assert verdict(proven(40.0), 101.0, stranger).reason is Reason.CONTAINER_TERMINATED
+
+
+@pytest.mark.parametrize("kind", [CloseKind.TIMED_OUT, CloseKind.OURSELVES])
+def test_a_close_that_the_worker_did_not_make_is_found_late(kind: CloseKind) -> None:
+    """It may have been back for minutes by then."""
+    other = proven(40.0, pinged=False, kind=kind)
+    assert verdict(other, 101.0, candidate(at=5.0)).reason is None
+    assert verdict(other, 101.0).reason is Reason.CONTAINER_TERMINATED
 
 
 def test_an_open_connection_contradicts_proof_until_it_closes() -> None:

@@ -22,6 +22,8 @@ from tests.fakes.pods import Json, pod
 from tests.fakes.virtual_loop import in_virtual_time
 
 MINE = Selection("default", "app=a")
+ALSO_MINE = Selection("default", "team=x")
+OTHERS = Selection("default", "app=b")
 
 
 class ForgetfulStore(PodStore):
@@ -305,6 +307,32 @@ class TestRefusals:
 
 class TestAbsences:
     """What became of a pod that is missing."""
+
+    @in_virtual_time
+    async def test_a_pod_of_two_selections_is_told_of_in_both(self) -> None:
+        """Workers of two servers: the agent of each waits for it."""
+        store, told = PodStore(), list[tuple[Selection, Pod | None]]()
+        store.put(document("a", labels={"app": "a", "team": "x"}))
+        async with watching(store, MINE, ALSO_MINE) as (_, ear):
+            ear.pod_absent = lambda selection, absence: told.append(  # type: ignore[method-assign]
+                (selection, absence.live)
+            )
+            store.delete("default", "a")
+            await asyncio.sleep(1)
+        assert sorted(told) == [(MINE, None), (ALSO_MINE, None)]
+
+    @in_virtual_time
+    async def test_one_that_moves_to_another_selection_has_left_its_own(self) -> None:
+        """Its label names another server now: the first one's agent is told so."""
+        store, told = PodStore(), list[tuple[Selection, bool]]()
+        store.put(document("a"))
+        async with watching(store, MINE, OTHERS) as (_, ear):
+            ear.pod_absent = lambda selection, absence: told.append(  # type: ignore[method-assign]
+                (selection, absence.live is not None)
+            )
+            store.change("default", "a", lambda found: found["metadata"]["labels"].update(app="b"))
+            await asyncio.sleep(1)
+        assert told == [(MINE, True)]
 
     @in_virtual_time
     async def test_it_is_back_before_the_answer(self) -> None:

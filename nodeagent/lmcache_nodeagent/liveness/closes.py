@@ -5,6 +5,7 @@ Pure, as all of the policy. Rules and reasons: docs/liveness.md, "Closed connect
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 NETWORK_EVENT_SECONDS = 2.0
 """Closes from two or more peers within this time are the network's doing, not the workers'."""
+
+FOUND_CLOSED_SECONDS = 2.0
+"""By then a close is found; where it is not certain whose descriptor ended, that takes a moment."""
 
 
 def closed_by_peer(entry: LivenessEntry) -> bool:
@@ -38,6 +42,19 @@ def open_candidates(entry: LivenessEntry, surroundings: Surroundings) -> Iterabl
         if _may_be_the_worker(link, entry):
             who = link.connection.peer.text if link.connection else "somebody silent so far"
             yield f"link {link.serial} from {who}"
+
+
+def has_come_back(entry: LivenessEntry, surroundings: Surroundings, until: float) -> bool:
+    """Tell whether a link that may be the worker's was accepted after the close, and is open.
+
+    Later than `until` it is not: then a next run's worker may connect. A close that the worker did
+    not make is found when its new connection is long there, any other one within moments.
+    """
+    since = last_close(entry) - FOUND_CLOSED_SECONDS if closed_by_peer(entry) else -math.inf
+    return any(
+        since <= link.accepted_at < until and _may_be_the_worker(link, entry)
+        for link in surroundings.links
+    )
 
 
 def _may_be_the_worker(link: Link, entry: LivenessEntry) -> bool:

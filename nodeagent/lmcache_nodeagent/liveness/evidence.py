@@ -155,14 +155,16 @@ class ConnectionLedger:
         """Record a link's end; None if it was never seen accepted. Thread: zmq-router.
 
         `may_have_been_a_worker` is False for links that the peer gave up before the ZMTP
-        handshake: port scans and TCP probes, not a worker that came back.
+        handshake: port scans and TCP probes, not a worker that came back. Nor is a new process's:
+        however many come and go, they push nothing out that counts.
         """
         with self._lock:
             link = self._books.links.pop(descriptor, None)
             if link is None:
                 return None
             link.closed_at = now
-            if may_have_been_a_worker:
+            new_process = link.connection is not None and link.connection.first_uid == 0
+            if may_have_been_a_worker and not new_process:
                 self._books.gone.append(link)
         return link
 

@@ -14,7 +14,7 @@ from lmcache_nodeagent.events import EvidenceTaken
 from lmcache_nodeagent.ids import InstanceId
 from lmcache_nodeagent.liveness.evidence import all_closed
 from lmcache_nodeagent.liveness.kubelet_clock import KubeletClock
-from lmcache_nodeagent.liveness.policy import LATE_SIGN_SECONDS, PROOFS
+from lmcache_nodeagent.liveness.policy import LATE_SIGN_SECONDS, NEXT_RUN_SECONDS, PROOFS
 from lmcache_nodeagent.liveness.testimony import Hint
 
 if TYPE_CHECKING:
@@ -26,11 +26,6 @@ if TYPE_CHECKING:
     from lmcache_nodeagent.liveness.targets import InstanceLivenessTarget, ReapableEntry
     from lmcache_nodeagent.liveness.testimony import OperatorEvidence, PodRun
     from lmcache_nodeagent.liveness.windows import LivenessSettings
-
-NEXT_RUN_SECONDS = 1.0
-"""A connection made this much after a run's end, as the kubelet rounds it down, is not that run's.
-Less than a second after an end no worker of the next run is there: the kubelet has to notice, the
-runtime to start a container, an interpreter to start in it."""
 
 _ROUNDING_SECONDS = 0.001
 

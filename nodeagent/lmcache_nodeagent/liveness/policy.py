@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from lmcache_nodeagent.liveness.closes import (
     close_window,
     closed_by_peer,
+    has_come_back,
     last_close,
     open_candidates,
 )
@@ -40,6 +41,11 @@ ENGINE_WITH_ALL_EVIDENCE = "vllm"
 LATE_SIGN_SECONDS = 2.0
 """What an ended run sent or closed is read by then: the kubelet's time of its end is rounded down
 to a second, and reading takes a moment."""
+
+NEXT_RUN_SECONDS = 1.0
+"""A connection made this much after a run's end, as the kubelet rounds it down, is not that run's.
+Less than a second after an end no worker of the next run is there: the kubelet has to notice, the
+runtime to start a container, an interpreter to start in it."""
 
 BRAKE_MIN_PEERS = 3
 BRAKE_SHARE = 0.6
@@ -193,13 +199,17 @@ def judge(
 def _proven(case: _Case, hints: Sequence[Hint]) -> tuple[Reason, float, str] | None:
     """Find proof that acts at once, now that every connection is closed: reason, since, trigger.
 
-    A connection that closed long after the end that is reported contradicts it: see `_limits`.
+    A connection that closed long after the end that is reported contradicts it: see `_limits`. So
+    does one that was made between the close and the end and is open still, unless it is somebody
+    else's: what ended has no connections, so this would be another process of that address.
     """
     closed_at = last_close(case.entry)
     if case.entry.last_connection.process_gone:
         return Reason.PROCESS_EXIT, closed_at, ""
     for hint in hints:
-        if hint.ended_at is not None and not case.outlived(hint.ended_at, closed_at):
+        if hint.ended_at is None or case.outlived(hint.ended_at, closed_at):
+            continue
+        if not has_come_back(case.entry, case.surroundings, hint.ended_at + NEXT_RUN_SECONDS):
             return PROOFS[hint.trigger], max(hint.ended_at, closed_at), hint.trigger
     return None
 

@@ -45,7 +45,7 @@ def look(folder: Path) -> Look:
         url = _text(folder / URL_FILE)
         if not url:
             return Look()
-        return _checked(url, _text(folder / CA_FILE))
+        return _checked(url, _without_remarks(_text(folder / CA_FILE)))
     except _Unusable as error:
         return Look(problem=str(error))
 
@@ -81,6 +81,11 @@ def _checked(url: str, ca: str) -> Look:
     if not ca:
         raise _Unusable(f"{CA_FILE} is missing or empty: the operator's certificates go there")
     return Look(Target(url, host, port, ca))
+
+
+def _without_remarks(certificates: str) -> str:
+    """Leave out lines of other letters, as in the names beside certificates: `ssl` takes none."""
+    return "\n".join(line for line in certificates.split("\n") if line.isascii())
 
 
 _FORM = "write wss://host:port"

@@ -22,6 +22,13 @@ MAX_FRAME_BYTES = 1 << 20
 
 INSTANCES_PER_MESSAGE = 500
 
+MAX_INSTANCES = 4_000
+"""Registrations that an agent says; an operator ends the stream of one that says more. A node runs
+some tens of workers; the rest is head-room."""
+
+MAX_MODEL_CHARACTERS = 256
+"""Longer names are said cut: workers choose them, and they are only for people here."""
+
 EntryKind = Literal["reaped", "would_reap", "cancelled", "false_reap", "stuck_release"]
 """Kinds of journal entries. `cancelled`: a hint or an end that a sign of life refuted.
 `false_reap`: a reaped instance that was heard again. `stuck_release`: memory not back in time."""

@@ -16,6 +16,7 @@ from typing import Protocol, assert_never
 import structlog
 
 from lmcache_nodeagent.operator_link.messages import (
+    MAX_INSTANCES,
     AgentState,
     FromAgent,
     FromOperator,
@@ -25,17 +26,10 @@ from lmcache_nodeagent.operator_link.messages import (
     JournalEntry,
     LinkError,
 )
-
-MAX_INSTANCES = 4_000
-"""Registrations of one agent. A node runs some tens of workers; the rest is head-room."""
-
-MAX_REPORT_CHARACTERS = 4_096
-"""All texts of one report together."""
+from lmcache_operator.agents.sanity import check_entry, check_report, check_state
 
 MAX_UNSENT = 4 * MAX_INSTANCES
 """Messages that wait for one agent: a mapping and some evidence for each of its instances."""
-
-MAX_INSTANCE_ID = 2**63 - 1
 
 log = structlog.get_logger(__name__)
 
@@ -182,7 +176,7 @@ class AgentSession:
             LinkError: no agent says such a thing.
         """
         for report in message.changed:
-            _check(report)
+            check_report(report)
             self._instances[report.instance_id, report.registration] = report
         for key in message.gone:
             self._instances.pop(key, None)
@@ -193,7 +187,12 @@ class AgentSession:
         self._complete = self._complete or message.complete
 
     def apply_state(self, message: AgentState) -> None:
-        """Take in what the agent says of itself."""
+        """Take in what the agent says of itself.
+
+        Raises:
+            LinkError: no agent says such a thing.
+        """
+        check_state(message)
         self._state = message
 
 
@@ -276,6 +275,7 @@ class AgentRegistry:
                 session.apply_state(message)
                 self._tell(session, lambda each: each.state_changed(session))
             case JournalEntry():
+                check_entry(message)
                 self._tell(session, lambda each: each.journal(session, message))
             case Hello():
                 raise LinkError("a second hello: an agent says it once, first of all")
@@ -290,22 +290,3 @@ class AgentRegistry:
             except Exception:
                 log.exception("agent_listener_failed", node=session.node, pod=session.pod_name)
                 session.end(StreamEnd.FAILED, "the operator failed on what was said")
-
-
-def _check(report: InstanceReport) -> None:
-    """Refuse what no agent can mean.
-
-    Raises:
-        LinkError: with the value and its limit.
-    """
-    if not 0 <= report.instance_id <= MAX_INSTANCE_ID:
-        raise LinkError(f"instance id {report.instance_id} is not from 0 to {MAX_INSTANCE_ID}")
-    where = report.mapping
-    texts = [report.model, report.peer, report.state, report.claimed_pod_uid]
-    if where is not None:
-        texts += [where.namespace, where.name, where.uid, where.container, where.run]
-    size = sum(map(len, texts))
-    if size > MAX_REPORT_CHARACTERS:
-        raise LinkError(
-            f"a report has {size} characters of text, at most {MAX_REPORT_CHARACTERS} are taken"
-        )

@@ -19,6 +19,9 @@ _LATER_SECONDS = 30.0
 
 _log = structlog.get_logger(__name__)
 
+_Key = tuple[Selection, str]
+"""A pod, by uid, that is missing from a selection: it may be in several, of several servers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Absence:
@@ -61,19 +64,20 @@ class AbsenceChecks:
         self._listener = listener
         self._counts = counts
         self._sleep = sleep
-        self._waiting: dict[str, tuple[Selection, Pod]] = {}
-        self._queue: asyncio.Queue[str] = asyncio.Queue()
+        self._waiting: dict[_Key, Pod] = {}
+        self._queue: asyncio.Queue[_Key] = asyncio.Queue()
         self._group: asyncio.TaskGroup
 
     def add(self, selection: Selection, last_seen: Pod) -> None:
         """Ask for a pod, unless that is about to happen."""
-        if last_seen.uid not in self._waiting:
-            self._waiting[last_seen.uid] = (selection, last_seen)
-            self._queue.put_nowait(last_seen.uid)
+        key = (selection, last_seen.uid)
+        if key not in self._waiting:
+            self._waiting[key] = last_seen
+            self._queue.put_nowait(key)
 
-    def discard(self, uid: str) -> None:
-        """Do not ask: the pod is there again."""
-        self._waiting.pop(uid, None)
+    def discard(self, selection: Selection, uid: str) -> None:
+        """Do not ask: the pod is in that selection again."""
+        self._waiting.pop((selection, uid), None)
 
     async def run(self) -> NoReturn:
         """Ask until cancelled."""
@@ -85,24 +89,25 @@ class AbsenceChecks:
     async def _work(self) -> NoReturn:
         backoff = Backoff(CONNECTION_STEPS)
         while True:
-            uid = await self._queue.get()
-            if (found := self._waiting.get(uid)) is None:
+            key = await self._queue.get()
+            selection, uid = key
+            if (last_seen := self._waiting.get(key)) is None:
                 continue
             try:
-                live = await self._ask(found[1])
+                live = await self._ask(last_seen)
             except (Unreachable, ApiError) as error:
                 self._counts["absence_unanswered"] += 1
                 _log.debug("pod_not_asked_for", pod_uid=uid, error=str(error))
                 await self._sleep(backoff.next_seconds())
-                self._queue.put_nowait(uid)
+                self._queue.put_nowait(key)
                 continue
             except PodError as error:
                 _log.warning("pod_cannot_be_read", pod_uid=uid, error=str(error))
-                self._group.create_task(self._ask_again_later(uid))
+                self._group.create_task(self._ask_again_later(key))
                 continue
             backoff.reset()
-            if self._waiting.pop(uid, None) is not None:
-                self._listener.pod_absent(found[0], Absence(found[1], live))
+            if self._waiting.pop(key, None) is not None:
+                self._listener.pod_absent(selection, Absence(last_seen, live))
 
     async def _ask(self, last_seen: Pod) -> Pod | None:
         self._counts["absence_check"] += 1
@@ -114,7 +119,7 @@ class AbsenceChecks:
                 return None
             raise PodError(str(error)) from None
 
-    async def _ask_again_later(self, uid: str) -> None:
+    async def _ask_again_later(self, key: _Key) -> None:
         """Put a pod off: what is wrong will not change soon."""
         await self._sleep(_LATER_SECONDS)
-        self._queue.put_nowait(uid)
+        self._queue.put_nowait(key)

@@ -267,7 +267,7 @@ class PodWatch:
         """Pass on what one watch saw."""
         if selection in self._watches:
             for pod in changed:
-                self._absences.discard(pod.uid)
+                self._absences.discard(selection, pod.uid)
             self._listener.pods_changed(selection, changed, missing)
 
     async def run(self) -> NoReturn:
