@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -139,9 +140,11 @@ def _kubelet_words(story: Story, count: int, *, first: int, together: bool) -> l
         if together:
             for number in numbers:
                 story.workers[number].kill()
-            began = {number: pods[number].end_container() for number in numbers}
             workers = [story.workers[number] for number in numbers]
-            seconds += _released_since(story.agent, workers, began)
+            with ThreadPoolExecutor(1, "watch") as pool:
+                released = pool.submit(_release_moments, story.agent, workers)
+                began = {number: pods[number].end_container() for number in numbers}
+            seconds += _differences(released.result(), began)
         else:
             for number in numbers:
                 story.workers[number].kill()
@@ -255,19 +258,28 @@ def _released_since(
     agent: AgentProcess, workers: Sequence[LivingWorker], began: Mapping[int, float]
 ) -> list[float]:
     """Wait for all; return how long each took."""
+    return _differences(_release_moments(agent, workers), began)
+
+
+def _release_moments(agent: AgentProcess, workers: Sequence[LivingWorker]) -> dict[int, float]:
+    """Wait until the memory of all is unmapped; return when each one's was."""
     waiting = list(workers)
-    seconds: list[float] = []
+    moments: dict[int, float] = {}
 
     def none_is_left() -> bool:
         maps = Path(f"/proc/{agent.pid}/maps").read_text()
         now = time.monotonic()
         for worker in [one for one in waiting if f"lmcache_kv_{one.pid}_" not in maps]:
             waiting.remove(worker)
-            seconds.append(now - began[worker.instance_id])
+            moments[worker.instance_id] = now
         return not waiting
 
     wait_for(none_is_left, _LIMIT_SECONDS, _STEP_SECONDS)
-    return seconds
+    return moments
+
+
+def _differences(ended: Mapping[int, float], began: Mapping[int, float]) -> list[float]:
+    return [ended[number] - start for number, start in began.items()]
 
 
 def _until_unmapped(agent: AgentProcess, worker: LivingWorker, began: float) -> float:
