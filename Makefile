@@ -141,10 +141,12 @@ kube-shell: $(READY) ## A shell on such a node with the operator installed (root
 .PHONY: generate
 generate: $(READY) ## Write the generated references and the CRD again
 	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/generate_stubs.py
 
 .PHONY: verify
 verify: $(READY) ## Fail if a generated file is out of date
 	$(BIN)/python docs/generate.py --check
+	$(BIN)/python docs/generate_stubs.py --check
 
 .PHONY: lock
 lock: ## Resolve the dependencies again into requirements/ (needs uv)

@@ -1,0 +1,1 @@
+"""The published protocol of the kubelet, and what `make generate` makes of it."""
