@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 
     from lmcache_nodeagent.clock import Now
     from lmcache_nodeagent.config import AgentConfig
+    from lmcache_nodeagent.device_plugin.plugin import DevicePlugin
     from lmcache_nodeagent.liveness.journal import Journal
     from lmcache_nodeagent.liveness.live_settings import LiveSettings
     from lmcache_nodeagent.liveness.policy import Verdict
     from lmcache_nodeagent.liveness.reaper import Reaper
     from lmcache_nodeagent.liveness.release import Release, Releaser
+    from lmcache_nodeagent.liveness.slots import SlotBook
     from lmcache_nodeagent.liveness.targets import ReapableEntry
     from lmcache_nodeagent.modules.kv_events import KvEventModule
     from lmcache_nodeagent.modules.layouts import LayoutRegistry
@@ -61,6 +63,8 @@ class Parts:
     bus: EventBus
     link: OperatorLink | None = None
     kv_events: KvEventModule | None = None
+    plugin: DevicePlugin | None = None
+    slots: SlotBook | None = None
 
 
 class RunningAgent:
@@ -127,6 +131,7 @@ class RunningAgent:
             "oldest_transfer_seconds": round(parts.transfer_pool.oldest_seconds(), 3),
             "hanging_transfers": parts.transfer_pool.overdue().running,
             "operator_link": self._link(),
+            "device_plugin": self._device_plugin(),
         }
 
     def _link(self) -> Mapping[str, object]:
@@ -138,6 +143,19 @@ class RunningAgent:
             "connected": status.connected if status else False,
             "problem": status.problem if status else "",
             "journal_entries_unacknowledged": journal.waiting,
+        }
+
+    def _device_plugin(self) -> Mapping[str, object]:
+        plugin, slots = self._parts.plugin, self._parts.slots
+        if plugin is None or slots is None:
+            return {"configured": False}
+        return {
+            "configured": True,
+            "resource": plugin.resource,
+            "state": plugin.status.state.value,
+            "problem": plugin.status.problem,
+            "slots": len(slots.names),
+            "listed": slots.listed_count(),
         }
 
     def _liveness(self) -> Mapping[str, object]:
@@ -192,11 +210,11 @@ class RunningAgent:
         """Return the entries of `/v1/instances`, those that are being released included."""
         now = self._now()
         living = [
-            _instance(entry, now, verdict, silent)
+            _instance(entry, now, verdict, silent, self._parts.slots)
             for entry, verdict, silent in self._parts.reaper.verdicts()
         ]
         leaving = [
-            _instance(release.entry, now, None, now - release.entry.last_seen)
+            _instance(release.entry, now, None, now - release.entry.last_seen, self._parts.slots)
             for release in self._parts.releaser.in_progress()
         ]
         return living + leaving
@@ -242,6 +260,10 @@ def metrics_snapshot(parts: Parts) -> Reading:
         catalog.RELEASES_STUCK: len(parts.releaser.stuck()),
         catalog.REAPING_SETTINGS_REFUSED: bool(parts.settings.problem),
         catalog.OPERATOR_LINK_CONNECTED: parts.link is not None and parts.link.status.connected,
+        catalog.DEVICE_PLUGIN_REGISTERED: (
+            parts.plugin is not None and parts.plugin.status.state.value == "registered"
+        ),
+        catalog.SLOTS: _slots(parts.slots),
         catalog.JOURNAL_UNACKNOWLEDGED_ENTRIES: parts.journal.waiting,
         catalog.JOURNAL_MISSED_ENTRIES_TOTAL: parts.journal.missed,
         catalog.CONNECTIONS: parts.router.connections_open(),
@@ -272,12 +294,22 @@ def metrics_snapshot(parts: Parts) -> Reading:
     }
 
 
+def _slots(slots: SlotBook | None) -> Mapping[str, float]:
+    listed = 0 if slots is None else slots.listed_count()
+    return {"listed": listed, "free": (0 if slots is None else len(slots.names)) - listed}
+
+
 def _instance(
-    entry: ReapableEntry, now: float, verdict: Verdict | None, silent_seconds: float
+    entry: ReapableEntry,
+    now: float,
+    verdict: Verdict | None,
+    silent_seconds: float,
+    slots: SlotBook | None,
 ) -> Mapping[str, object]:
     """Render one instance; without a verdict it is being released."""
     deadline = None if verdict is None else verdict.deadline
     registered = entry.registered
+    owner = None if slots is None else slots.owner(entry.slot)
     return {
         "instance_id": render_instance_id(entry.instance_id),
         "registration": registered.serial,
@@ -289,6 +321,8 @@ def _instance(
         "mode": entry.mode,
         "bytes": entry.nbytes,
         "peer": entry.last_connection.peer.text,
+        "slot": entry.slot.slot,
+        "slot_pod": None if owner is None else dataclasses.asdict(owner),
         "state": (State.RELEASING if verdict is None else verdict.state).value,
         "last_seen_seconds": round(silent_seconds, 3),
         "has_liveness_signal": entry.has_liveness_signal,

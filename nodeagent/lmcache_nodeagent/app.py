@@ -18,8 +18,9 @@ Threads, all made here:
 | `http` | `HttpServer.run`, and waitress' own two (`waitress-<n>`) | socket |
 | `settings` | `LiveSettings.run`: follows the file of the reaping settings, if there is one | every 2 s |
 | `operator-link` | `OperatorLink.run`, if there is a link, and two of websockets' own while a stream is open | the operator's messages, whatever is to be said |
+| `device-plugin` | `DevicePlugin.run`, if there is a plugin, and gRPC's own: `kubelet-call_<n>` for each call of the kubelet, several of which may wait in `PreStartContainer` | every 0.5 s, connections that come and go |
 
-The device plugin will add its own. A thread of this table that ends by an
+A thread of this table that ends by an
 exception ends the process, with the reason in the log: half an agent is worse than none.
 """  # noqa: E501  # a table
 
@@ -39,6 +40,8 @@ from lmcache_nodeagent.agent_view import RunningAgent, metrics_snapshot
 from lmcache_nodeagent.assembly import Assembled, Environment, assemble
 from lmcache_nodeagent.clock import monotonic
 from lmcache_nodeagent.contexts.host import open_host_context
+from lmcache_nodeagent.device_plugin.folders import SlotFolders
+from lmcache_nodeagent.errors import ConfigError
 from lmcache_nodeagent.events import (
     HintCancelled,
     InstanceReaped,
@@ -50,7 +53,7 @@ from lmcache_nodeagent.observability.bus import EventBus, Subscriber
 from lmcache_nodeagent.observability.http import HttpServer, listen
 from lmcache_nodeagent.observability.logs import LogSubscriber
 from lmcache_nodeagent.observability.metrics import Metrics
-from lmcache_nodeagent.storage.pool import SharedPool
+from lmcache_nodeagent.storage.pool import SHM_DIRECTORY, SharedPool
 from lmcache_nodeagent.transport.sockets import bind_sockets
 
 if TYPE_CHECKING:
@@ -107,8 +110,13 @@ class App:
             listener = listen(config.http_host, config.http_port)
             undo.callback(listener.close)
             self.config = replace(config, port=sockets.port)
+            self._folders = SlotFolders(self.config)
+            _prepare(self._folders)
             self._region = SharedPool.create(self.config.pool_name, config.l1_size_bytes)
             undo.callback(self._region.close)
+            if self.config.shm_name:
+                self._folders.offer_pool(SHM_DIRECTORY / self._region.name)
+                undo.callback(self._folders.withdraw_pool)
             self._agent: Assembled = assemble(
                 Environment(
                     config=self.config,
@@ -117,9 +125,11 @@ class App:
                     region=self._region.buffer,
                     region_name=self._region.name,
                     opener=opener,
+                    folders=self._folders,
                     bus=self._bus,
                     spawn=_spawn,
                     now=monotonic,
+                    is_serving=lambda: self._serving,
                 )
             )
             view = RunningAgent(self._agent.parts, self._metrics, lambda: self._serving, monotonic)
@@ -175,10 +185,14 @@ class App:
             started.append(self._start("settings", parts.settings.run))
         if parts.link is not None:
             started.append(self._start("operator-link", parts.link.run))
+        if parts.plugin is not None:
+            started.append(self._start("device-plugin", parts.plugin.run))
         return started
 
     def _stop_others(self) -> None:
         parts = self._agent.parts
+        if parts.plugin is not None:
+            parts.plugin.stop()
         parts.settings.stop()
         if parts.kv_events is not None:
             parts.kv_events.stop()
@@ -208,6 +222,7 @@ class App:
         self._agent.dispatcher.close()
         with contextlib.ExitStack() as whatever_happens:
             whatever_happens.callback(self._region.close)
+            whatever_happens.callback(self._folders.withdraw_pool)
             self._stop_requests_in_flight(workers, reaper=reaper, router=router)
         self._http.stop()
         self._bus.stop()
@@ -253,6 +268,15 @@ def _join(threads: Iterable[Thread], seconds: float) -> None:
         thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():
             _log.warning("thread_did_not_end", extra={"late_thread": thread.name})
+
+
+def _prepare(folders: SlotFolders) -> None:
+    try:
+        folders.prepare()
+    except OSError as error:
+        raise ConfigError(
+            [f"the folders of --slots-folder cannot be made: {error}; choose one that can be"]
+        ) from error
 
 
 def _raise_descriptor_limit() -> None:

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 
 from lmcache_nodeagent.agent_view import Parts
 from lmcache_nodeagent.clock import wall
+from lmcache_nodeagent.device_plugin.gate import StartGate
+from lmcache_nodeagent.device_plugin.plugin import DevicePlugin
+from lmcache_nodeagent.device_plugin.service import SlotService
 from lmcache_nodeagent.hashing import ChunkHasher
 from lmcache_nodeagent.link_view import LinkView
 from lmcache_nodeagent.liveness.evidence import ConnectionLedger
@@ -18,6 +21,7 @@ from lmcache_nodeagent.liveness.operator_word import OperatorWord
 from lmcache_nodeagent.liveness.reaped_lately import ReapedLately
 from lmcache_nodeagent.liveness.reaper import Reaper
 from lmcache_nodeagent.liveness.release import Releaser, Spawn
+from lmcache_nodeagent.liveness.slots import SlotBook
 from lmcache_nodeagent.liveness.stalls import Stalls
 from lmcache_nodeagent.modules.absent_pings import AbsentPings
 from lmcache_nodeagent.modules.chunk_copies import ChunkCopies
@@ -44,9 +48,12 @@ from lmcache_nodeagent.transport.pools import OrderedPool
 from lmcache_nodeagent.transport.router import Router
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from lmcache_nodeagent.clock import Now
     from lmcache_nodeagent.config import AgentConfig
     from lmcache_nodeagent.contexts.base import ContextOpener
+    from lmcache_nodeagent.device_plugin.folders import SlotFolders
     from lmcache_nodeagent.ids import InstanceId
     from lmcache_nodeagent.liveness.evidence import Connection
     from lmcache_nodeagent.liveness.targets import InstanceLivenessTarget
@@ -70,9 +77,11 @@ class Environment:
     region: memoryview
     region_name: str
     opener: ContextOpener
+    folders: SlotFolders
     bus: EventBus
     spawn: Spawn
     now: Now
+    is_serving: Callable[[], bool] = lambda: True
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +100,8 @@ class _Late:
     targets: tuple[InstanceLivenessTarget, ...] = ()
     reaper: Reaper | None = None
     link: OperatorLink | None = None
+    router: Router | None = None
+    plugin: DevicePlugin | None = None
 
     def run(self, request: Request) -> None:
         assert self.dispatcher is not None
@@ -99,6 +110,11 @@ class _Late:
     def overdue(self, request: Request, seconds: float) -> None:
         assert self.dispatcher is not None
         self.dispatcher.overdue(request, seconds)
+
+    def evidence_seen(self) -> None:
+        """The router saw a connection come, go or be named."""
+        self.wake_reaper()
+        self.wake_plugin()
 
     def wake_reaper(self) -> None:
         assert self.reaper is not None
@@ -111,6 +127,25 @@ class _Late:
     def wake_link(self) -> None:
         if self.link is not None:
             self.link.wake()
+
+    def wake_plugin(self) -> None:
+        if self.plugin is not None:
+            self.plugin.wake()
+
+    def slots_changed(self) -> None:
+        """The kubelet has said something about slots; it is asked for its list as well."""
+        self.wake_reaper()
+        self.wake_link()
+        self.wake_plugin()
+
+    def slots_listed(self) -> None:
+        self.wake_reaper()
+        self.wake_link()
+
+    def run_began(self) -> None:
+        assert self.router is not None
+        self.router.run_ended()
+        self.slots_changed()
 
     def drop_instance_state(self, instance_id: InstanceId) -> None:
         for target in self.targets:
@@ -150,7 +185,9 @@ def assemble(env: Environment) -> Assembled:
         store, sessions, layouts, hasher, transfer_pool.after_current, publish, now
     )
 
-    ledger, stalls, journal = ConnectionLedger(), Stalls(), Journal(env.boot_id)
+    book = SlotBook(config.slot_names, now)
+    ledger = ConnectionLedger(book.words if config.slot_names else dict)
+    stalls, journal = Stalls(), Journal(env.boot_id)
     settings = LiveSettings(config, late.settings_changed, publish)
     reaped_lately = ReapedLately()
     journal.tell(late.wake_link)
@@ -168,7 +205,15 @@ def assemble(env: Environment) -> Assembled:
         store, sessions, layouts, hasher, config.null_block_id, publish, now, bindings
     )
     holder = HolderParts(
-        layouts, releaser, absent_pings, reaped_lately, itertools.count(1), publish, now, wall
+        layouts,
+        releaser,
+        absent_pings,
+        reaped_lately,
+        itertools.count(1),
+        publish,
+        now,
+        wall,
+        book.is_over,
     )
     quarantine = SlotQuarantine(
         store,
@@ -214,15 +259,18 @@ def assemble(env: Environment) -> Assembled:
     word = OperatorWord(
         env.boot_id, late.targets, settings, stalls, late.wake_reaper, publish, now, wall
     )
+    if config.device_plugin_resource:
+        late.plugin = _device_plugin(env, late, book, settings, journal)
     if config.operator_link:
         late.link = OperatorLink(
             Path(config.operator_link),
             Path(config.operator_token_file) if config.operator_token_file else None,
-            LinkView(env.boot_id, settings, reaper, releaser, journal, word),
+            LinkView(env.boot_id, settings, reaper, releaser, journal, word, book, late.plugin),
             publish,
             now,
         )
-    router = Router(env.sockets, ledger, stalls, reaper.wake, publish, now)
+    router = Router(env.sockets, ledger, stalls, late.evidence_seen, publish, now, book)
+    late.router = router
     reaper.watch(router)
     modules: list[Module] = [management, lookup, *transfers]
     if kv_events is not None:
@@ -240,6 +288,7 @@ def assemble(env: Environment) -> Assembled:
         send=router.send,
         publish=publish,
         control=_nobodys_stream if kv_events is None else kv_events.control,
+        run_is_over=book.is_over,
     )
     router.serve(late.dispatcher.receive)
     parts = Parts(
@@ -260,6 +309,8 @@ def assemble(env: Environment) -> Assembled:
         bus=env.bus,
         link=late.link,
         kv_events=kv_events,
+        plugin=late.plugin,
+        slots=book,
     )
     return Assembled(parts, late.dispatcher)
 
@@ -276,7 +327,9 @@ def _transfer_modules(
 ) -> tuple[LMCacheDrivenTransferModule | EngineDrivenTransferModule, ...]:
     """Make a module for each transfer mode that is served."""
     config, publish, now = env.config, env.bus.publish, env.now
-    lmcache_driven = LMCacheDrivenTransferModule(holder, env.opener, copies, config.chunk_size)
+    lmcache_driven = LMCacheDrivenTransferModule(
+        holder, env.opener, copies, config.chunk_size, env.folders.segments_of
+    )
     if not config.serves_engine_driven:
         return (lmcache_driven,)
     pool = SharedPoolInfo(env.region_name, config.l1_size_bytes)
@@ -301,6 +354,25 @@ def _transfer_modules(
 def _nobodys_stream(connection: Connection, uid: bytes, word: bytes) -> None:
     """Take a word about a stream where there are none."""
     del connection, uid, word
+
+
+def _device_plugin(
+    env: Environment, late: _Late, book: SlotBook, settings: LiveSettings, journal: Journal
+) -> DevicePlugin:
+    config, publish, now = env.config, env.bus.publish, env.now
+    gate = StartGate(late.targets, settings, journal, publish, now, config.prestart_wait_seconds)
+    service = SlotService(book, env.folders, gate, late.slots_changed, late.run_began)
+    return DevicePlugin(
+        config,
+        book,
+        env.folders,
+        service,
+        late.targets,
+        env.is_serving,
+        late.slots_listed,
+        publish,
+        now,
+    )
 
 
 def _eviction_policy(config: AgentConfig) -> EvictionPolicy[ObjectKey]:

@@ -11,12 +11,24 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lmcache_nodeagent.config_flags import Bounds, Flag, Group, Option, options_of
-from lmcache_nodeagent.config_reaping import LIVE_OPTIONS, ReapingConfig
+from lmcache_nodeagent.config_plugin import (
+    SOCKETS_FOLDER,
+    DevicePluginConfig,
+    plugin_problems,
+)
+from lmcache_nodeagent.config_reaping import LIVE_OPTIONS
 from lmcache_nodeagent.config_rules import listener_problems, window_problems
 from lmcache_nodeagent.errors import ConfigError
 
 # The operator takes all from here.
-__all__ = ["LIVE_OPTIONS", "OPTIONS", "AgentConfig", "ConfigError", "bare_host"]
+__all__ = [
+    "LIVE_OPTIONS",
+    "OPTIONS",
+    "SOCKETS_FOLDER",
+    "AgentConfig",
+    "ConfigError",
+    "bare_host",
+]
 
 _GIB = 1 << 30
 _PORTS = Bounds(0, 65_535)
@@ -32,7 +44,7 @@ _PATH_WORDS = "an absolute path"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AgentConfig(ReapingConfig):
+class AgentConfig(DevicePluginConfig):
     """The settings of one agent. Only `l1_size_gb` has no default.
 
     Raises:
@@ -326,6 +338,7 @@ class AgentConfig(ReapingConfig):
         problems += listener_problems(
             port=self.port, http_port=self.http_port, ipc_path=self.ipc_path
         )
+        problems += plugin_problems(self)
         problems += window_problems(
             timeout=self.worker_reap_timeout_seconds,
             grace=self.worker_registration_grace_seconds,

@@ -32,6 +32,7 @@ class Group(StrEnum):
     CACHE = "Cache"
     TRANSFERS = "Transfers and pools"
     LIVENESS = "Worker liveness"
+    PLUGIN = "Device plugin"
     LINK = "Operator link"
     LOGS = "Identity and logs"
 

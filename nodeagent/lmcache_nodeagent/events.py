@@ -136,6 +136,45 @@ class EvidenceTaken(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class DevicePluginRegistered(Event):
+    """The kubelet knows the resource: pods that ask for it can be placed here."""
+
+    resource: str
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePluginOff(Event):
+    """The kubelet does not know the resource. `reason`: no_kubelet, conflict or failing."""
+
+    resource: str
+    reason: str
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class PodResourcesUnread(Event):
+    """The kubelet does not say which pod has which slot. Said once until it does again."""
+
+    socket: str
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerStarted(Event):
+    """The kubelet was about to start a container at a slot.
+
+    `outcome`: at_once; released, after `seconds` of waiting for memory of what ran there before; or
+    gave_up, with memory of `instances` still mapped.
+    """
+
+    slots: tuple[str, ...]
+    outcome: str
+    seconds: float
+    instances: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ReapingSettingsChanged(Event):
     """Other reaping settings are in force. `changed`: `name: old -> new`, each."""
 

@@ -29,17 +29,20 @@ from lmcache_nodeagent.operator_link.messages import (
     PodOwner,
     PodRun,
     ReapingSettings,
+    SlotPod,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from lmcache_nodeagent.device_plugin.plugin import DevicePlugin
     from lmcache_nodeagent.liveness.journal import Journal, Numbered
     from lmcache_nodeagent.liveness.live_settings import LiveSettings
     from lmcache_nodeagent.liveness.operator_word import OperatorWord
     from lmcache_nodeagent.liveness.policy import Verdict
     from lmcache_nodeagent.liveness.reaper import Reaper
     from lmcache_nodeagent.liveness.release import Releaser
+    from lmcache_nodeagent.liveness.slots import SlotBook, SlotRun
     from lmcache_nodeagent.liveness.targets import ReapableEntry
     from lmcache_nodeagent.operator_link.messages import FromOperator
 
@@ -58,7 +61,11 @@ class LinkView:
         releaser: Releaser,
         journal: Journal,
         word: OperatorWord,
+        slots: SlotBook | None = None,
+        plugin: DevicePlugin | None = None,
     ) -> None:
+        self._slots = slots
+        self._plugin = plugin
         self._boot_id = boot_id
         self._settings = settings
         self._reaper = reaper
@@ -76,7 +83,9 @@ class LinkView:
         One that is being released is not registered any more.
         """
         verdicts = self._reaper.verdicts(describe=False)
-        reports = _as_many_as_are_taken(_report(entry, verdict) for entry, verdict, _ in verdicts)
+        reports = _as_many_as_are_taken(
+            _report(entry, verdict, self._slot_pod(entry.slot)) for entry, verdict, _ in verdicts
+        )
         config = self._settings.config
         values = {option.field_name: getattr(config, option.field_name) for option in LIVE_OPTIONS}
         return Snapshot(
@@ -86,12 +95,24 @@ class LinkView:
                 settings_problem=_cut(self._settings.problem, _LONGEST_PROBLEM),
                 releases_stuck=len(self._releaser.stuck()),
                 mismatched_heartbeats=sum(entry.mismatch_reported for entry, _, _ in verdicts),
+                device_plugin="" if self._plugin is None else self._plugin.status.state.value,
+                device_plugin_problem="" if self._plugin is None else self._plugin.status.problem,
             ),
         )
 
     def journal(self, after: int) -> Sequence[JournalEntry]:
         """The entries beyond a number that the operator has not acknowledged."""
-        return [_journal_entry(numbered) for numbered in self._journal.unacknowledged(after)]
+        return [
+            _journal_entry(numbered, self._slot_pod(_slot(numbered)))
+            for numbered in self._journal.unacknowledged(after)
+        ]
+
+    def _slot_pod(self, run: SlotRun) -> SlotPod | None:
+        """Whose slot that was, as far as the kubelet has said."""
+        owner = self._slots.owner(run) if self._slots else None
+        if owner is None:
+            return None
+        return SlotPod(namespace=owner.namespace, name=owner.pod, container=owner.container)
 
     def hear(self, message: FromOperator) -> None:
         """Take what the operator says.
@@ -133,7 +154,7 @@ def _cut(text: str, longest: int) -> str:
     return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
-def _report(entry: ReapableEntry, verdict: Verdict) -> InstanceReport:
+def _report(entry: ReapableEntry, verdict: Verdict, slot_pod: SlotPod | None) -> InstanceReport:
     registered = entry.registered
     return InstanceReport(
         instance_id=int(entry.instance_id),
@@ -145,6 +166,8 @@ def _report(entry: ReapableEntry, verdict: Verdict) -> InstanceReport:
         state=verdict.state.value,
         bytes=entry.nbytes,
         mapping=None if registered.pod is None else _pod(registered.pod),
+        slot=entry.slot.slot,
+        slot_pod=slot_pod,
     )
 
 
@@ -153,7 +176,12 @@ def _address(identity: str) -> str:
     return identity.removeprefix(_IP_IDENTITY) if identity.startswith(_IP_IDENTITY) else ""
 
 
-def _journal_entry(numbered: Numbered) -> JournalEntry:
+def _slot(numbered: Numbered) -> SlotRun:
+    """The slot of the container that waited, else the instance's."""
+    return numbered.entry.waiting_slot or numbered.entry.subject.slot
+
+
+def _journal_entry(numbered: Numbered, slot_pod: SlotPod | None) -> JournalEntry:
     entry = numbered.entry
     registered = entry.subject.registered
     return JournalEntry(
@@ -172,6 +200,8 @@ def _journal_entry(numbered: Numbered) -> JournalEntry:
         trigger=entry.trigger,
         mapping=None if registered.pod is None else _pod(registered.pod),
         missed=numbered.missed,
+        slot=_slot(numbered).slot,
+        slot_pod=slot_pod,
     )
 
 

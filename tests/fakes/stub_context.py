@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from pathlib import Path
 from threading import Lock
 
 from lmcache_nodeagent.contexts.base import BeforeChunk, WorkerContext, go_on
 from lmcache_nodeagent.contexts.block_ids import read_block_ids
 from lmcache_nodeagent.contexts.layout import ChunkLayout, GroupLayout, plan_layout
+from lmcache_nodeagent.contexts.segments import SHM_DIRECTORY
 from lmcache_nodeagent.errors import TransferError
 from lmcache_nodeagent.protocol.messages import EngineGroupInfo, LayoutHints, TensorDescriptor
 
@@ -82,8 +84,11 @@ class StubOpener:
         hints: LayoutHints,
         groups: Sequence[EngineGroupInfo],
         chunk_tokens: int,
+        *,
+        directory: Path = SHM_DIRECTORY,
     ) -> WorkerContext:
         """Open a context, after the hook."""
+        del directory
         self.hooks.before_open()
         layout = plan_layout(tensors, hints, groups, chunk_tokens)
         used = {layer.index for group in layout.groups for layer in group.layers}

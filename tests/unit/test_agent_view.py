@@ -242,6 +242,8 @@ def test_an_instance_in_words() -> None:
         "mode": "lmcache_driven/cpu_shm",
         "bytes": len(engine.memory),
         "peer": "10.0.0.1",
+        "slot": "",
+        "slot_pod": None,
         "state": "idle",
         "last_seen_seconds": 2.5,
         "has_liveness_signal": False,

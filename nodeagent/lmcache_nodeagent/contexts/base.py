@@ -7,9 +7,11 @@ transfer modules do that, and drain what is in flight before they close it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from lmcache_nodeagent.contexts.layout import ChunkLayout
+from lmcache_nodeagent.contexts.segments import SHM_DIRECTORY
 from lmcache_nodeagent.protocol.messages import EngineGroupInfo, LayoutHints, TensorDescriptor
 
 BeforeChunk = Callable[[], None]
@@ -102,8 +104,10 @@ class ContextOpener(Protocol):
         hints: LayoutHints,
         groups: Sequence[EngineGroupInfo],
         chunk_tokens: int,
+        *,
+        directory: Path = SHM_DIRECTORY,
     ) -> WorkerContext:
-        """Open everything or nothing.
+        """Open everything or nothing; shared memory is looked for in `directory`.
 
         Raises:
             LayoutError: what is wrong with the tensors, and what would be accepted.

@@ -60,9 +60,12 @@ def has_come_back(entry: LivenessEntry, surroundings: Surroundings, until: float
 def _may_be_the_worker(link: Link, entry: LivenessEntry) -> bool:
     """Tell whether a link was accepted after the instance's last one and not shown to be another's.
 
+    A worker at a slot can come back through that slot only, and nobody else through it.
     That one is excluded for good: a link that is not the worker's says nothing by its end either.
     """
     if link.serial <= entry.last_connection.accept_serial:
+        return False
+    if link.slot != entry.slot.slot:
         return False
     return link.connection is None or not _excluded(link.connection, entry)
 

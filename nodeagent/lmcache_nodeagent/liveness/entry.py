@@ -18,6 +18,7 @@ from lmcache_nodeagent.liveness.testimony import (
 if TYPE_CHECKING:
     from lmcache_nodeagent.ids import InstanceId
     from lmcache_nodeagent.liveness.evidence import Connection
+    from lmcache_nodeagent.liveness.slots import SlotRun
 
 PING_INTERVALS_KEPT = 3
 """The longest of the last three intervals counts: one late ping widens a window for a while."""
@@ -76,17 +77,29 @@ class LivenessEntry:
         return max(self.ping_intervals, default=0.0)
 
     @property
+    def slot(self) -> SlotRun:
+        """The run of a container that it registered from; falsy elsewhere."""
+        return self.registrant.slot
+
+    @property
     def last_connection(self) -> Connection:
         """The connection the instance was last bound to."""
         return self.connections[-1]
 
     def speaker(self, connection: Connection) -> Speaker:
-        """Tell whether `connection` may speak for this instance (design, "Who may speak")."""
+        """Tell whether `connection` may speak for this instance (design, "Who may speak").
+
+        A slot is one peer, whichever of its processes speaks; nobody else ever speaks for it.
+        """
         if connection in self.connections:
             return Speaker.RIGHTFUL
+        if not self.slot.may_be_continued_by(connection.slot):
+            return Speaker.STRANGER
         if connection in self.superseded and self.registrant.is_open:
             return Speaker.STRANGER
-        if all_closed(self.connections) or any(map(connection.same_peer, self.connections)):
+        if self.slot or all_closed(self.connections):
+            return Speaker.RIGHTFUL
+        if any(map(connection.same_peer, self.connections)):
             return Speaker.RIGHTFUL
         return Speaker.STRANGER
 

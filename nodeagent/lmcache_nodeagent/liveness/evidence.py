@@ -12,8 +12,10 @@ from enum import Enum
 from threading import Lock
 from typing import TYPE_CHECKING
 
+from lmcache_nodeagent.liveness.slots import NO_SLOT, SlotRun, SlotWord
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from lmcache_nodeagent.ids import InstanceId, RoutingId
 
@@ -50,12 +52,14 @@ UNKNOWN_PEER = Peer(identity="", text="unknown")
 class Link:
     """One accepted connection as the socket monitor saw it, before it says who it is.
 
-    `serial` numbers links in the order they were accepted, over the life of the agent.
+    `serial` numbers links in the order they were accepted, over the life of the agent. `slot` is
+    that of the socket which accepted it, empty elsewhere.
     """
 
     serial: int
     descriptor: int
     accepted_at: float
+    slot: str = ""
     closed_at: float | None = None
     connection: Connection | None = None
     speaks_zmtp: bool | None = None  # None: not known yet
@@ -67,11 +71,13 @@ class Connection:
 
     `link` is known only if the connection was still routable after its descriptor was read; without
     it the accept order is unknown and counts as the earliest. `process_gone` is set by the pidfd.
+    `slot` is the run of a container that it belongs to, and never changes.
     """
 
     routing_id: RoutingId
     peer: Peer
     opened_at: float
+    slot: SlotRun = NO_SLOT
     first_uid: int | None = None
     link: Link | None = None
     closed_at: float | None = None
@@ -85,6 +91,16 @@ class Connection:
     def is_open(self) -> bool:
         """Not yet found closed. Threads: any."""
         return self.closed_at is None
+
+    @property
+    def ended_by_its_peer(self) -> bool:
+        """Closed from the other end, or the process there is gone. Threads: any."""
+        return self.process_gone or self.close_kind is CloseKind.PEER
+
+    @property
+    def pod_identity(self) -> str:
+        """What all connections of one pod share, as far as it can be told. Threads: any."""
+        return f"slot:{self.slot.slot}" if self.slot else self.peer.identity
 
     @property
     def accept_serial(self) -> int:
@@ -105,12 +121,14 @@ class Surroundings:
         gone: recently closed links, without those that never got as far as the ZMTP handshake.
         peer_closes: (peer identity, moment) of recent closes by peers.
         router_stall_ended_at: end of the last router stall longer than a second, or None.
+        slots: what the kubelet said about each slot that it said anything about.
     """
 
     links: tuple[Link, ...] = ()
     gone: tuple[Link, ...] = ()
     peer_closes: tuple[tuple[str, float], ...] = ()
     router_stall_ended_at: float | None = None
+    slots: Mapping[str, SlotWord] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -124,14 +142,15 @@ class _Books:
 class ConnectionLedger:
     """All links and recent closes. Written by `zmq-router`, read by the reaper and by status."""
 
-    def __init__(self) -> None:
+    def __init__(self, slot_words: Callable[[], Mapping[str, SlotWord]] = dict) -> None:
         self._lock = Lock()  # guards: _books
         self._books = _Books()
+        self._slot_words = slot_words
         self._next_serial = 1  # router thread only
 
-    def accepted(self, descriptor: int, now: float) -> Link:
+    def accepted(self, descriptor: int, now: float, slot: str = "") -> Link:
         """Record an accepted link. Thread: zmq-router."""
-        link = Link(serial=self._next_serial, descriptor=descriptor, accepted_at=now)
+        link = Link(serial=self._next_serial, descriptor=descriptor, accepted_at=now, slot=slot)
         self._next_serial += 1
         with self._lock:
             self._books.links[descriptor] = link
@@ -185,6 +204,7 @@ class ConnectionLedger:
 
     def surroundings(self) -> Surroundings:
         """Freeze what is known now. Threads: any."""
+        slots = self._slot_words()
         with self._lock:
             books = self._books
             return Surroundings(
@@ -192,6 +212,7 @@ class ConnectionLedger:
                 gone=tuple(books.gone),
                 peer_closes=tuple(books.closes),
                 router_stall_ended_at=books.stall_ended_at,
+                slots=slots,
             )
 
 

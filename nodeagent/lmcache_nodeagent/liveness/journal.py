@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from lmcache_nodeagent.clock import wall_time_text
 from lmcache_nodeagent.ids import render_instance_id
+from lmcache_nodeagent.liveness.slots import NO_SLOT, SlotRun
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,9 +22,10 @@ if TYPE_CHECKING:
 
 JOURNAL_LENGTH = 1024
 
-Kind = Literal["reaped", "would_reap", "cancelled", "false_reap", "stuck_release"]
+Kind = Literal["reaped", "would_reap", "cancelled", "false_reap", "stuck_release", "start_held"]
 """`cancelled`: a hint or an end that a sign of life refuted. `false_reap`: a reaped instance that
-was heard again. `stuck_release`: memory that is not back in time."""
+was heard again. `stuck_release`: memory that is not back in time. `start_held`: a container whose
+start waited for memory of what ran in its slot before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +35,12 @@ class Subject:
     instance_id: InstanceId
     model: str
     registered: Registered
+    slot: SlotRun = NO_SLOT
 
     @classmethod
     def of(cls, entry: ReapableEntry) -> Subject:
         """Take it from an instance's entry."""
-        return cls(entry.instance_id, entry.model, entry.registered)
+        return cls(entry.instance_id, entry.model, entry.registered, entry.slot)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +51,8 @@ class JournalEntry:
         happened_at: seconds since 1970; of a reap, when it was decided.
         release_seconds: `None` if the memory is not released.
         latency_seconds: from the worker's end, as far as it is known, to its memory's release.
-        trigger: the operator's, if its word had a part in it.
+        trigger: the operator's, if its word had a part in it; or `slot_released`.
+        waiting_slot: of the container whose start was held.
     """
 
     kind: Kind
@@ -61,6 +65,7 @@ class JournalEntry:
     released_bytes: int = 0
     latency_seconds: float | None = None
     trigger: str = ""
+    waiting_slot: SlotRun = NO_SLOT
 
 
 def stuck_release(entry: ReapableEntry, waited_seconds: float, happened_at: float) -> JournalEntry:

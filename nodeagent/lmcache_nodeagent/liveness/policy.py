@@ -18,6 +18,7 @@ from lmcache_nodeagent.liveness.closes import (
     open_candidates,
 )
 from lmcache_nodeagent.liveness.evidence import all_closed
+from lmcache_nodeagent.liveness.testimony import Hint
 from lmcache_nodeagent.liveness.windows import (
     HINT_LASTS_SECONDS,
     fell_silent,
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 
     from lmcache_nodeagent.liveness.entry import LivenessEntry
     from lmcache_nodeagent.liveness.evidence import Surroundings
+    from lmcache_nodeagent.liveness.slots import SlotWord
     from lmcache_nodeagent.liveness.stalls import Stalls
-    from lmcache_nodeagent.liveness.testimony import Hint
     from lmcache_nodeagent.liveness.windows import LivenessSettings
 
 ENGINE_WITH_ALL_EVIDENCE = "vllm"
@@ -57,6 +58,8 @@ class Reason(Enum):
     PROCESS_EXIT = "process_exit"
     CONTAINER_TERMINATED = "container_terminated"
     POD_TERMINATED = "pod_terminated"
+    SLOT_RESTARTED = "slot_restarted"
+    SLOT_RELEASED = "slot_released"
     CONNECTION_CLOSED = "connection_closed"
     POD_HINT = "pod_hint"
     HEARTBEAT_TIMEOUT = "heartbeat_timeout"
@@ -129,10 +132,24 @@ class _Case:
 
     @property
     def hints(self) -> Sequence[Hint]:
-        """What the operator said that counts now."""
-        if not self.settings.operator_word:
-            return ()
-        return [hint for hint in self.entry.hints if hint.ended_at is not None or self.lasts(hint)]
+        """What counts now of what the operator said, and of what the kubelet said itself."""
+        told = self.entry.hints if self.settings.operator_word else []
+        counted = [hint for hint in told if hint.ended_at is not None or self.lasts(hint)]
+        given_up_at = self.slot_given_up_at
+        if given_up_at is not None and self.entry.last_seen <= given_up_at:
+            counted += filter(self.lasts, [Hint(Reason.SLOT_RELEASED.value, given_up_at)])
+        return counted
+
+    @property
+    def slot_word(self) -> SlotWord | None:
+        """What the kubelet said about the entry's slot."""
+        return self.surroundings.slots.get(self.entry.slot.slot)
+
+    @property
+    def slot_given_up_at(self) -> float | None:
+        """When the entry's pod no longer had its slot; None while it has, for all we know."""
+        word, run = self.slot_word, self.entry.slot.run
+        return word.given_up_at if word is not None and word.run == run else None
 
     def lasts(self, hint: Hint) -> bool:
         """Tell whether a hint has not expired."""
@@ -175,12 +192,14 @@ def judge(
     elif not entry.has_liveness_signal and not settings.reap_idle_connected:
         held_by = "open connection"
     hints = case.hints
-    evidence = in_words(entry, now, hints, candidates) if describe else ()
-    if closed and (proof := _proven(case, hints)) is not None:
-        return Verdict(State.CLOSED, Window.NONE, None, proof[0], None, evidence, *proof[1:])
+    evidence = in_words(entry, now, hints, candidates, case.slot_word) if describe else ()
+    state = _state(case, hints, closed=closed)
+    proof = _proven(case, hints) if closed else None
+    proof = proof or _slot_proof(case, candidates, closed=closed)
+    if proof is not None:
+        return Verdict(state, Window.NONE, None, proof[0], None, evidence, *proof[1:])
     limits = list(_limits(case, hints, held=held_by is not None))
     earliest = min(limits, key=lambda limit: limit.deadline, default=None)
-    state = _state(case, hints, closed=closed)
     if earliest is None:
         return Verdict(state, Window.NONE, None, None, held_by, evidence)
     reason = earliest.reason if now >= earliest.deadline else None
@@ -211,6 +230,27 @@ def _proven(case: _Case, hints: Sequence[Hint]) -> tuple[Reason, float, str] | N
             continue
         if not has_come_back(case.entry, case.surroundings, hint.ended_at + NEXT_RUN_SECONDS):
             return PROOFS[hint.trigger], max(hint.ended_at, closed_at), hint.trigger
+    return None
+
+
+def _slot_proof(case: _Case, candidates: int, *, closed: bool) -> tuple[Reason, float, str] | None:
+    """Find the kubelet's proof by way of the device plugin: reason, since, trigger.
+
+    Before a container is started at a slot, the one before it there has ended: that is so whoever
+    still holds its connection, and though its process may hang on its exit. A slot that is taken
+    back says less: a pod deleted by force is forgotten while it still runs, so the process or its
+    connection has to agree.
+    """
+    entry, word = case.entry, case.slot_word
+    closed_at = last_close(entry) if closed else case.now
+    if word is not None and entry.slot.run < word.run:
+        return Reason.SLOT_RESTARTED, min(closed_at, word.began_at), ""
+    given_up_at = case.slot_given_up_at
+    if given_up_at is None or candidates:
+        return None
+    if all(connection.ended_by_its_peer for connection in entry.connections):
+        since = max(closed_at, given_up_at) if closed else given_up_at
+        return Reason.SLOT_RELEASED, since, ""
     return None
 
 

@@ -291,7 +291,7 @@ def _note_silence(
 ) -> None:
     """Sort the peers whose workers ping into silent and heard ones, for the brake."""
     if entry.has_liveness_signal:
-        peer = entry.last_connection.peer.identity
+        peer = entry.last_connection.pod_identity
         survey.pinging_peers.add(peer)
         if not fell_silent(entry, now, settings):
             survey.heard_peers.add(peer)

@@ -109,6 +109,10 @@ class InstanceLivenessTarget(Protocol):
         del instance_id, visit
         return False
 
+    def leaving_entries(self) -> Sequence[ReapableEntry]:
+        """Return the entries that were taken out and still hold memory."""
+        return ()
+
     def tracked_instance_count(self) -> int:
         """Count the instances that have state here."""
         return 0

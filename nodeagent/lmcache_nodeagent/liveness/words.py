@@ -5,14 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from lmcache_nodeagent.liveness.entry import LivenessEntry
+    from lmcache_nodeagent.liveness.slots import SlotWord
     from lmcache_nodeagent.liveness.testimony import Hint
 
 
 def describe(
-    entry: LivenessEntry, now: float, hints: Sequence[Hint], candidates: int
+    entry: LivenessEntry,
+    now: float,
+    hints: Sequence[Hint],
+    candidates: int,
+    slot_word: SlotWord | None = None,
 ) -> tuple[str, ...]:
     """Say what is known; `hints` are those that count."""
     lines = [f"silent for {now - entry.last_seen:.1f} s"]
@@ -31,10 +36,21 @@ def describe(
         lines.append("process exited (pidfd)")
     if candidates:
         lines.append(f"{candidates} connection(s) might be the worker come back")
+    if slot_word is not None:
+        lines.extend(_slot_words(entry, now, slot_word))
     if entry.registered.pod is not None:
         lines.append(entry.registered.pod.words)
     lines.extend(hint_words(hint, now) for hint in hints)
     return tuple(lines)
+
+
+def _slot_words(entry: LivenessEntry, now: float, word: SlotWord) -> Iterator[str]:
+    """Say what the kubelet said about the instance's slot."""
+    slot = f"slot {entry.slot.slot}"
+    if entry.slot.run < word.run:
+        yield f"{slot}: the kubelet began to start the next run {now - word.began_at:.1f} s ago"
+    elif word.given_up_at is not None:
+        yield f"{slot}: its pod has not had it for {now - word.given_up_at:.1f} s"
 
 
 def hint_words(hint: Hint, now: float) -> str:

@@ -198,6 +198,11 @@ class ContextTable(Generic[EntryT]):
                 visit(entry)
         return entry is not None
 
+    def leaving(self) -> Sequence[EntryT]:
+        """Return the entries that were taken out and whose context is not released yet."""
+        with self._lock:
+            return tuple(self._leaving)
+
     def entries(self) -> Sequence[EntryT]:
         """Return the entries of one moment; their fields go on changing."""
         with self._lock:

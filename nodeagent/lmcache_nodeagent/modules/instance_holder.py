@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lmcache_nodeagent.liveness.evidence import Connection
     from lmcache_nodeagent.liveness.reaped_lately import ReapedLately
     from lmcache_nodeagent.liveness.release import Releaser
+    from lmcache_nodeagent.liveness.slots import SlotRun
     from lmcache_nodeagent.liveness.targets import Decide, ReapableEntry, Touched
     from lmcache_nodeagent.modules.absent_pings import AbsentPings
     from lmcache_nodeagent.modules.calls import Call
@@ -41,6 +42,7 @@ class HolderParts:
     publish: Publish
     now: Now
     wall: Now
+    run_is_over: Callable[[SlotRun], bool] = lambda _: False
 
 
 class Rival(Protocol):
@@ -102,7 +104,15 @@ class InstanceHolder(InstanceLivenessTarget, Generic[EntryT]):
                 replaced=installed.replaced is not None,
             )
         )
+        if connection.slot and parts.run_is_over(connection.slot):
+            self._give_up(entry)
         return installed
+
+    def _give_up(self, entry: EntryT) -> None:
+        """Release what a container registered that has ended meanwhile: mapping may take long."""
+        for ended in self._table.condemn(lambda other: other is entry):
+            self._forget_layout(ended)
+            self._parts.releaser.start(ended)
 
     def _replaced(self, replaced: EntryT, peer: str) -> None:
         self._forget_layout(replaced)
@@ -181,6 +191,10 @@ class InstanceHolder(InstanceLivenessTarget, Generic[EntryT]):
     def visit_entry(self, instance_id: InstanceId, visit: Callable[[ReapableEntry], None]) -> bool:
         """Show one entry to `visit` under the lock."""
         return self._table.visit_one(instance_id, visit)
+
+    def leaving_entries(self) -> Sequence[ReapableEntry]:
+        """Return the entries that were taken out and still hold memory."""
+        return self._table.leaving()
 
     def tracked_instance_count(self) -> int:
         """Count the registered instances."""

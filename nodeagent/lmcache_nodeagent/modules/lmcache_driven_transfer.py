@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lmcache_nodeagent.contexts.segments import SHM_DIRECTORY
 from lmcache_nodeagent.errors import NotRegistered
 from lmcache_nodeagent.modules.context_entry import ContextEntry, Registration
 from lmcache_nodeagent.modules.instance_holder import HolderParts, InstanceHolder
@@ -12,9 +13,11 @@ from lmcache_nodeagent.storage.objects import kv_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from lmcache_nodeagent.contexts.base import ContextOpener
     from lmcache_nodeagent.ids import InstanceId
+    from lmcache_nodeagent.liveness.slots import SlotRun
     from lmcache_nodeagent.modules.calls import Call, Pending
     from lmcache_nodeagent.modules.chunk_copies import ChunkCopies
     from lmcache_nodeagent.protocol.messages import (
@@ -36,9 +39,15 @@ class LMCacheDrivenTransferModule(InstanceHolder[ContextEntry]):
     """Serves register_kv_cache, unregister_kv_cache, store and retrieve."""
 
     def __init__(
-        self, parts: HolderParts, opener: ContextOpener, copies: ChunkCopies, chunk_tokens: int
+        self,
+        parts: HolderParts,
+        opener: ContextOpener,
+        copies: ChunkCopies,
+        chunk_tokens: int,
+        segments_of: Callable[[SlotRun], Path] = lambda _: SHM_DIRECTORY,
     ) -> None:
         super().__init__(parts)
+        self._segments_of = segments_of
         self._opener = opener
         self._copies = copies
         self._chunk_tokens = chunk_tokens
@@ -78,7 +87,8 @@ class LMCacheDrivenTransferModule(InstanceHolder[ContextEntry]):
         registration = Registration(
             instance_id, tensors, model, world_size, engine_type, hints, groups
         )
-        context = self._opener(tensors, hints, groups, self._chunk_tokens)
+        folder = self._segments_of(call.connection.slot)
+        context = self._opener(tensors, hints, groups, self._chunk_tokens, directory=folder)
         now = self._parts.now()
         entry = ContextEntry(
             instance_id=instance_id,

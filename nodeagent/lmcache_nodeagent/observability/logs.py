@@ -42,6 +42,7 @@ _LEVELS: dict[type[Event], int] = {
     events.HeartbeatMismatch: logging.WARNING,
     events.FalseReap: logging.WARNING,
     events.ReapingSettingsRefused: logging.ERROR,
+    events.PodResourcesUnread: logging.WARNING,
     events.OperatorLinkDown: logging.WARNING,
     events.OperatorLinkFailed: logging.DEBUG,
     events.StrangerRefused: logging.WARNING,

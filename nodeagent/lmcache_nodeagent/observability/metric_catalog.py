@@ -132,6 +132,24 @@ COUNTED: tuple[Counted, ...] = (
         labels=("reason",),
     ),
     Counted(
+        "device_plugin_registrations_total",
+        "Times that the kubelet was told of the resource: once for each start of either.",
+        events.DevicePluginRegistered,
+    ),
+    Counted(
+        "container_starts_total",
+        "Containers that the kubelet was about to start at a slot, by what the start waited for.",
+        events.ContainerStarted,
+        labels=("outcome",),
+    ),
+    Counted(
+        "container_start_wait_seconds",
+        "Time that the start of a container waited for memory of what ran there before.",
+        events.ContainerStarted,
+        amount="seconds",
+        buckets=RELEASE_BUCKETS,
+    ),
+    Counted(
         "reaping_settings_changes_total",
         "Times that other reaping settings were put into force.",
         events.ReapingSettingsChanged,
@@ -256,6 +274,10 @@ REAPING_SETTINGS_REFUSED = Sampled(
 OPERATOR_LINK_CONNECTED = Sampled(
     "operator_link_connected", "1 if a stream to the operator is open."
 )
+DEVICE_PLUGIN_REGISTERED = Sampled(
+    "device_plugin_registered", "1 if the kubelet knows the resource of this agent."
+)
+SLOTS = Sampled("slots", "Slots of the device plugin, by whether a pod has them.", label="state")
 JOURNAL_UNACKNOWLEDGED_ENTRIES = Sampled(
     "journal_unacknowledged_entries",
     "Reaps and the like that no operator has acknowledged; without an operator, all of them.",
@@ -317,6 +339,8 @@ SAMPLED: tuple[Sampled, ...] = (
     RELEASES_STUCK,
     REAPING_SETTINGS_REFUSED,
     OPERATOR_LINK_CONNECTED,
+    DEVICE_PLUGIN_REGISTERED,
+    SLOTS,
     JOURNAL_UNACKNOWLEDGED_ENTRIES,
     JOURNAL_MISSED_ENTRIES_TOTAL,
     CONNECTIONS,

@@ -29,9 +29,13 @@ some tens of workers; the rest is head-room."""
 MAX_MODEL_CHARACTERS = 256
 """Longer names are said cut: workers choose them, and they are only for people here."""
 
-EntryKind = Literal["reaped", "would_reap", "cancelled", "false_reap", "stuck_release"]
+EntryKind = Literal[
+    "reaped", "would_reap", "cancelled", "false_reap", "stuck_release", "start_held"
+]
 """Kinds of journal entries. `cancelled`: a hint or an end that a sign of life refuted.
-`false_reap`: a reaped instance that was heard again. `stuck_release`: memory not back in time."""
+`false_reap`: a reaped instance that was heard again. `stuck_release`: memory not back in time.
+`start_held`: the start of a container waited for memory of an earlier one in its slot; `reason` is
+`released` or `gave_up`, and the instance is the earlier one."""
 
 
 class LinkError(Exception):
@@ -58,6 +62,14 @@ class PodRun(Struct, frozen=True, kw_only=True, omit_defaults=True):
     owner: PodOwner | None = None
 
 
+class SlotPod(Struct, frozen=True, kw_only=True):
+    """Who has a slot of the device plugin, as the kubelet lists it: without the pod's uid."""
+
+    namespace: str
+    name: str
+    container: str
+
+
 class InstanceReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One registered instance.
 
@@ -70,6 +82,8 @@ class InstanceReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
         state: as in `/v1/instances`.
         mapping: what the operator said earlier, also an operator before this one.
         claimed_pod_uid: what the worker itself said, empty if it said nothing.
+        slot: of the device plugin, through which it registered; empty elsewhere.
+        slot_pod: whose that slot was at that time. It may become known a moment later.
     """
 
     instance_id: int
@@ -82,6 +96,8 @@ class InstanceReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
     bytes: int
     mapping: PodRun | None = None
     claimed_pod_uid: str = ""
+    slot: str = ""
+    slot_pod: SlotPod | None = None
 
 
 class ReapingSettings(Struct, frozen=True, kw_only=True):
@@ -124,12 +140,17 @@ class AgentState(Struct, frozen=True, kw_only=True, tag="state", omit_defaults=T
         settings_problem: why the newest settings are not in force, empty if they are.
         releases_stuck: dead instances whose memory does not come back.
         mismatched_heartbeats: instances that ping too slowly for the timeout.
+        device_plugin: `registered`, `no_kubelet`, `conflict` (another agent of the node has the
+            resource) or `failing`; empty if there is no plugin.
+        device_plugin_problem: in words, empty if there is none.
     """
 
     settings: ReapingSettings
     settings_problem: str = ""
     releases_stuck: int = 0
     mismatched_heartbeats: int = 0
+    device_plugin: str = ""
+    device_plugin_problem: str = ""
 
 
 class JournalEntry(Struct, frozen=True, kw_only=True, tag="journal", omit_defaults=True):
@@ -143,6 +164,7 @@ class JournalEntry(Struct, frozen=True, kw_only=True, tag="journal", omit_defaul
         happened_at: by the node's clock.
         latency_seconds: from the worker's end as far as it is known (evidence observed, connection
             closed, last word) to the memory's release; None if it is not released.
+        slot, slot_pod: the instance's; of `start_held`, those of the container that waited.
     """
 
     seq: int
@@ -160,6 +182,8 @@ class JournalEntry(Struct, frozen=True, kw_only=True, tag="journal", omit_defaul
     trigger: str = ""
     mapping: PodRun | None = None
     missed: int = 0
+    slot: str = ""
+    slot_pod: SlotPod | None = None
 
 
 class Mapping(Struct, frozen=True, kw_only=True, tag="mapping", omit_defaults=True):

@@ -9,19 +9,25 @@ this connection, until it says that it ended.
 
 from __future__ import annotations
 
-import os
-import select
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import zmq
 
 from lmcache_nodeagent.events import MalformedMessage
 from lmcache_nodeagent.ids import RoutingId
-from lmcache_nodeagent.liveness.evidence import UNKNOWN_PEER, CloseKind, Connection, Link
+from lmcache_nodeagent.liveness.evidence import (
+    UNKNOWN_PEER,
+    CloseKind,
+    Connection,
+    Link,
+    Peer,
+)
+from lmcache_nodeagent.liveness.slots import NO_SLOT
+from lmcache_nodeagent.transport.exits import ExitWatch
 from lmcache_nodeagent.transport.monitor import Accepted, Disconnected
 from lmcache_nodeagent.transport.peers import (
     PeerSocket,
-    has_exited,
     has_sent_a_message,
     metadata,
     name_of_caller,
@@ -35,7 +41,9 @@ if TYPE_CHECKING:
     from lmcache_nodeagent.clock import Now
     from lmcache_nodeagent.events import Publish
     from lmcache_nodeagent.liveness.evidence import ConnectionLedger
+    from lmcache_nodeagent.liveness.slots import SlotBook
     from lmcache_nodeagent.transport.monitor import SocketMonitor
+    from lmcache_nodeagent.transport.slot_sockets import SlotSockets
 
 _CHOSEN_BY_LIBZMQ = b"\0"
 """First byte of the routing ids that libzmq makes; clients cannot choose such a one."""
@@ -47,9 +55,6 @@ _GIVEN_UP_SECONDS = 0.1
 """libzmq gives a routing id up 1.5 to 4 ms after the monitor's word, as measured."""
 
 _TIDY_SECONDS = 1.0
-
-_WATCH_EXIT_SECONDS = 60.0
-"""A process may exit after its connection closed; later than this, its exit proves nothing."""
 
 _SUSPECT_SECONDS = 1.0
 """libzmq gives a routing id up a moment after the monitor's word; one that lasts longer lives."""
@@ -72,7 +77,11 @@ class ConnectionTable:
         on_change: Callable[[], None],
         publish: Publish,
         now: Now,
+        slots: SlotSockets | None = None,
+        slot_book: SlotBook | None = None,
     ) -> None:
+        self._slots = slots
+        self._slot_book = slot_book
         self._monitor = monitor
         self._ledger = ledger
         self._is_routable = is_routable
@@ -94,10 +103,9 @@ class ConnectionTable:
         self._unproven: dict[RoutingId, int] = {}  # descriptor of the first message
         self._have_sent: set[Link] = set()  # open ones that somebody unproven has spoken over
         self._sockets: dict[RoutingId, PeerSocket] = {}
-        self._pidfds: dict[int, Connection] = {}
         self._next_tidy = 0.0
         self._closed: list[tuple[float, Connection]] = []
-        self.exits = select.epoll()  # readable when a process at a Unix socket has exited
+        self.exits = ExitWatch()
 
     def of_message(self, frame: zmq.Frame) -> Connection:
         """Return the connection of a message, given its first frame (the routing id)."""
@@ -112,7 +120,10 @@ class ConnectionTable:
 
     def _first_message(self, routing_id: RoutingId, frame: zmq.Frame) -> Connection:
         peer = tcp_peer(str(metadata(frame, "Peer-Address") or ""))
-        connection = Connection(routing_id=routing_id, peer=peer, opened_at=self._now())
+        slot = self._slots.slot_run(metadata(frame, "User-Id")) if self._slots else NO_SLOT
+        if slot:
+            peer = Peer(identity="", text=slot.words, local=True)
+        connection = Connection(routing_id, peer, self._now(), slot)
         self._connections[routing_id] = connection
         descriptor = metadata(frame, zmq.SRCFD)
         if isinstance(descriptor, int):
@@ -162,7 +173,8 @@ class ConnectionTable:
         """Prove what the first reply could not, for the sake of the pidfd, by a probe."""
         for routing_id in tuple(self._unproven):
             connection = self._connections[routing_id]
-            if connection.peer is UNKNOWN_PEER and self._is_routable(routing_id):
+            at_unix_socket = connection.peer is UNKNOWN_PEER or connection.peer.local
+            if at_unix_socket and self._is_routable(routing_id):
                 self.replied(connection)
 
     def _prove_those_that_had_to_wait(self) -> None:
@@ -183,20 +195,24 @@ class ConnectionTable:
     def _prove(self, connection: Connection, link: Link, copy: PeerSocket) -> None:
         connection.link = link
         link.connection = connection
-        connection.peer = copy.peer() or connection.peer
+        peer = copy.peer()
+        if peer is not None:
+            where = f"{connection.slot.words}, " if connection.slot else ""
+            connection.peer = replace(peer, text=where + peer.text)
         self._sockets[connection.routing_id] = copy
         if copy.pidfd is not None:
-            self._pidfds[copy.pidfd] = connection
-            self.exits.register(copy.pidfd, select.EPOLLIN)
+            self.exits.add(copy.pidfd, connection)
+            copy.pidfd = None
         self._on_change()
 
     def read_monitor(self) -> None:
         """Take in everything that the monitor has queued."""
         for event in self._monitor.events():
             match event:
-                case Accepted(descriptor):
+                case Accepted(descriptor, address):
+                    slot = self._slots.slot_of_address(address) if self._slots else ""
                     self._callers[descriptor] = name_of_caller(descriptor)
-                    self._ledger.accepted(descriptor, self._now())
+                    self._ledger.accepted(descriptor, self._now(), slot)
                     if self._ledger.open_links() > self._max_links:
                         turn_away(descriptor)
                 case Disconnected(descriptor, handshake_failed):
@@ -272,44 +288,13 @@ class ConnectionTable:
         copy = self._sockets.pop(connection.routing_id, None)
         if copy is None:
             return
-        if copy.pidfd is not None and has_exited(copy.pidfd):
-            connection.process_gone = True
-            self._forget_pidfd(copy.pidfd)
-        elif copy.pidfd is not None:
-            self._watch_on(copy.pidfd, connection)
-        copy.pidfd = None
+        self.exits.closed(connection)
         copy.close()
-
-    def _watch_on(self, pidfd: int, connection: Connection) -> None:
-        """The close may reach us before the exit: watch a worker's process a little longer.
-
-        One descriptor for each process, however often it comes and goes, and none for those that
-        never spoke for an instance: their exit proves nothing.
-        """
-        if not connection.spoke_for:
-            self._forget_pidfd(pidfd)
-            return
-        for other, watched in tuple(self._pidfds.items()):
-            if other != pidfd and not watched.is_open and watched.same_peer(connection):
-                self._forget_pidfd(other)
 
     def read_exits(self) -> None:
         """Note the processes that have exited."""
-        for pidfd, _ in self.exits.poll(0):
-            connection = self._pidfds.get(pidfd)
-            if connection is None:
-                continue
-            connection.process_gone = True
-            copy = self._sockets.get(connection.routing_id)
-            if copy is not None and copy.pidfd == pidfd:
-                copy.pidfd = None
-            self._forget_pidfd(pidfd)
+        if self.exits.read():
             self._on_change()
-
-    def _forget_pidfd(self, pidfd: int) -> None:
-        self._pidfds.pop(pidfd, None)
-        self.exits.unregister(pidfd)
-        os.close(pidfd)
 
     def tidy(self, *, all_read: bool) -> None:
         """End half-open links; forget closed ones once nothing of them can be unread any more.
@@ -331,6 +316,7 @@ class ConnectionTable:
         for copy in self._sockets.values():
             copy.give_up_if_silent(self._half_open_seconds)
         self._end_strangers_to_zmtp(now)
+        self.end_those_of_earlier_runs()
         self._prove_those_at_unix_sockets()
         if all_read:
             self._prove_those_that_had_to_wait()
@@ -355,6 +341,18 @@ class ConnectionTable:
                     copy.end()
             copy.close()
 
+    def end_those_of_earlier_runs(self) -> None:
+        """End connections of containers that have ended, whoever still holds them.
+
+        What they say is refused meanwhile.
+        """
+        if self._slot_book is None:
+            return
+        for connection in self._connections.values():
+            copy = self._sockets.get(connection.routing_id)
+            if copy is not None and connection.slot and self._slot_book.is_over(connection.slot):
+                copy.end()
+
     def _forget_closed(self, now: float) -> None:
         kept = []
         for closed_at, connection in self._closed:
@@ -363,9 +361,7 @@ class ConnectionTable:
             elif self._connections.get(connection.routing_id) is connection:
                 del self._connections[connection.routing_id]
         self._closed = kept
-        for pidfd, watched in tuple(self._pidfds.items()):
-            if watched.closed_at is not None and now - watched.closed_at >= _WATCH_EXIT_SECONDS:
-                self._forget_pidfd(pidfd)
+        self.exits.tidy(now)
 
     def _report_unheard(self) -> None:
         """Report who spoke no ZMTP, or nothing: scans, probes, HTTP, frames that are too big."""
@@ -388,11 +384,6 @@ class ConnectionTable:
     def close(self) -> None:
         """Close every duplicate."""
         for copy in self._sockets.values():
-            if copy.pidfd is not None:
-                self._forget_pidfd(copy.pidfd)
-                copy.pidfd = None
             copy.close()
-        for pidfd in tuple(self._pidfds):
-            self._forget_pidfd(pidfd)
         self._sockets.clear()
         self.exits.close()

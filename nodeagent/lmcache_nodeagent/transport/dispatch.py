@@ -14,6 +14,7 @@ from lmcache_nodeagent.errors import (
     UnsupportedOperation,
 )
 from lmcache_nodeagent.events import MalformedMessage, StrangerRefused
+from lmcache_nodeagent.ids import InstanceId
 from lmcache_nodeagent.liveness.entry import Speaker
 from lmcache_nodeagent.modules.calls import Call, Pending, Streaming
 from lmcache_nodeagent.protocol.codec import (
@@ -30,8 +31,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from lmcache_nodeagent.events import Publish
-    from lmcache_nodeagent.ids import InstanceId, RoutingId
+    from lmcache_nodeagent.ids import RoutingId
     from lmcache_nodeagent.liveness.evidence import Connection
+    from lmcache_nodeagent.liveness.slots import SlotRun
     from lmcache_nodeagent.liveness.targets import Touched
     from lmcache_nodeagent.protocol.operations import Operation
     from lmcache_nodeagent.transport.pools import Pool
@@ -79,9 +81,11 @@ class Dispatcher:
         send: Callable[[Reply], None],
         publish: Publish,
         control: Callable[[Connection, bytes, bytes], None],
+        run_is_over: Callable[[SlotRun], bool] = lambda _: False,
     ) -> None:
         """`control` takes what a client says about a stream that it has."""
         self._control = control
+        self._run_is_over = run_is_over
         self._handlers = handlers
         self._pools = pools
         self._hear = hear
@@ -151,6 +155,7 @@ class Dispatcher:
     def _admit(self, request: Request) -> None:
         """Stamp the sign of life, see who speaks, and hand the request to its pool."""
         operation = request.operation
+        self._refuse_the_ended(request)
         if len(request.payload) != len(operation.payload):
             decode_payload(operation, request.payload)  # raises, with the frames it wants
         instance_id = peek_instance_id(operation, request.payload)
@@ -169,6 +174,21 @@ class Dispatcher:
             raise Overloaded(
                 f"{operation.name}: the agent is stopping, its {operation.pool.value} queue"
                 " is full, or an earlier transfer of this connection hangs; try again later"
+            )
+
+    def _refuse_the_ended(self, request: Request) -> None:
+        """Refuse whatever comes over a slot from a container that has ended.
+
+        Some process of it may still hold its connection; the slot is the next container's.
+        """
+        connection = request.connection
+        if connection.slot and self._run_is_over(connection.slot):
+            instance_id = peek_instance_id(request.operation, request.payload)
+            said = instance_id or InstanceId(0), request.operation.name, connection.peer.text
+            self._publish(StrangerRefused(*said, f"the container now at {connection.slot.words}"))
+            raise NotTheSpeaker(
+                f"{request.operation.name}: the container that connected has ended, and"
+                f" {connection.slot.words} is the next one's"
             )
 
     def _submit(self, request: Request) -> bool:

@@ -23,9 +23,10 @@ _ADDRESS = "inproc://lmcache-kube-router-monitor"
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """A connection was accepted on `descriptor`."""
+    """A connection was accepted on `descriptor`, by the socket bound to `address`."""
 
     descriptor: int
+    address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class SocketMonitor:
             if event & _FAILED_HANDSHAKES:
                 self._handshake_failed = True
             elif event == zmq.EVENT_ACCEPTED:
-                yield Accepted(value)
+                yield Accepted(value, message["endpoint"].decode(errors="replace"))
             elif event == zmq.EVENT_DISCONNECTED:
                 failed, self._handshake_failed = self._handshake_failed, False
                 yield Disconnected(value, failed)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lmcache_nodeagent.events import Publish
     from lmcache_nodeagent.ids import RoutingId
     from lmcache_nodeagent.liveness.evidence import Connection, ConnectionLedger
+    from lmcache_nodeagent.liveness.slots import SlotBook
     from lmcache_nodeagent.liveness.stalls import Stalls
     from lmcache_nodeagent.transport.requests import Reply
     from lmcache_nodeagent.transport.sockets import BoundSockets
@@ -57,8 +58,10 @@ class Router:
         wake_reaper: Callable[[], None],
         publish: Publish,
         now: Now,
+        slot_book: SlotBook | None = None,
     ) -> None:
         self._sockets = sockets
+        self._slot_book = slot_book
         self._socket = sockets.router
         self._stalls = stalls
         self._ledger = ledger
@@ -77,6 +80,8 @@ class Router:
             on_change=wake_reaper,
             publish=publish,
             now=now,
+            slots=sockets.slots,
+            slot_book=slot_book,
         )
         self._outbox: deque[Reply] = deque()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -84,6 +89,7 @@ class Router:
         self._lock = Lock()  # guards: _marks
         self._wakeup_lock = Lock()  # guards: _closed, and _wakeup against being closed
         self._closed = False
+        self._a_run_ended = False
         self._marks: list[Event] = []
         self._read_since_mark: Counter[bytes] = Counter()  # router thread only
         self._stopping = Event()
@@ -101,6 +107,8 @@ class Router:
         poller.register(self._monitor.socket, zmq.POLLIN)
         poller.register(self._wakeup, zmq.POLLIN)
         poller.register(self._connections.exits.fileno(), select.POLLIN)
+        if self._sockets.slots is not None:
+            poller.register(self._sockets.slots.socket, zmq.POLLIN)
         try:
             while not self._stopping.is_set():
                 asked_at = self._now()
@@ -124,6 +132,7 @@ class Router:
             self._connections.read_monitor()
         if self._connections.exits.fileno() in ready:
             self._connections.read_exits()
+        self._serve_slots()
         empty = self._read_messages()
         self._wake_on_send = True  # before the outbox is emptied, so that nothing is missed
         self._send_replies()
@@ -131,6 +140,21 @@ class Router:
         if asked and (empty or self._has_read_past_every_queue()):
             self._set_marks(asked)
         self._last_turn_at = self._now()
+
+    def _serve_slots(self) -> None:
+        """Say whose new connections are, and end those of containers that have ended."""
+        slots, book = self._sockets.slots, self._slot_book
+        if slots is None or book is None:
+            return
+        slots.answer(book.current)
+        if self._a_run_ended:
+            self._a_run_ended = False
+            self._connections.end_those_of_earlier_runs()
+
+    def run_ended(self) -> None:
+        """End the connections of the containers that have ended. Threads: any."""
+        self._a_run_ended = True
+        self._wake()
 
     def _note_stall(self, expected: float, now: float) -> None:
         if now - expected > STALL_SECONDS:

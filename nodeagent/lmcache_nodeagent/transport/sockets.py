@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from lmcache_nodeagent.config import bare_host
+from lmcache_nodeagent.config import SOCKETS_FOLDER, bare_host
 from lmcache_nodeagent.errors import ConfigError
 from lmcache_nodeagent.transport.monitor import SocketMonitor
+from lmcache_nodeagent.transport.slot_sockets import SlotSockets
 
 if TYPE_CHECKING:
     from lmcache_nodeagent.config import AgentConfig
@@ -35,6 +36,8 @@ _KEEPALIVE_PROBES = 8
 _BACKLOG = 1024
 _FEWEST_LINKS = 16
 _OTHER_DESCRIPTORS = 128
+_ANYBODY_MAY_CONNECT = 0o666
+"""A worker may run as any user; only its own container sees the slot's socket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,7 @@ class BoundSockets:
     keepalive_silence_seconds: float
     half_open_seconds: float
     max_links: int
+    slots: SlotSockets | None = None
 
     def close(self) -> None:
         """Close at once; replies that nobody reads are given half a second.
@@ -92,10 +96,12 @@ class BoundSockets:
         if self.ipc_path:
             with contextlib.suppress(OSError):
                 Path(self.ipc_path).unlink()
+        if self.slots is not None:
+            self.slots.unlink()
 
 
 def bind_sockets(config: AgentConfig) -> BoundSockets:
-    """Bind TCP, and the Unix socket if one is asked for.
+    """Bind TCP, and the Unix sockets that are asked for.
 
     Raises:
         ConfigError: an address that cannot be bound, with the reason.
@@ -111,12 +117,14 @@ def bind_sockets(config: AgentConfig) -> BoundSockets:
         port = int(endpoint.rstrip("\0").rpartition(":")[2])
         if config.ipc_path:
             _bind_ipc(router, config.ipc_path)
+        slots = _bind_slots(context, router, config)
     except (zmq.ZMQError, OSError) as error:
         monitor.close()
         router.close()
-        context.term()
+        context.destroy()
         where = f"--host {config.host} --port {config.port}"
         where += f" --ipc-path {config.ipc_path}" if config.ipc_path else ""
+        where += f" --slots-folder {config.slots_folder}" if config.slots_folder else ""
         raise ConfigError(
             [f"the message port cannot be opened ({where}): {error}; choose a free one"]
         ) from error
@@ -129,8 +137,23 @@ def bind_sockets(config: AgentConfig) -> BoundSockets:
         handshake_seconds=_HANDSHAKE_SECONDS,
         keepalive_silence_seconds=keepalive.silence_seconds,
         half_open_seconds=keepalive.total_seconds,
-        max_links=_max_links(),
+        max_links=_max_links(len(config.slot_names)),
+        slots=slots,
     )
+
+
+def _bind_slots(
+    context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes], config: AgentConfig
+) -> SlotSockets | None:
+    """Bind a socket for each slot, last of all: what is set for them stays with the ROUTER."""
+    if not config.slot_names:
+        return None
+    slots = SlotSockets(context, Path(config.slots_folder) / SOCKETS_FOLDER, config.slot_names)
+    for name in config.slot_names:
+        router.setsockopt_string(zmq.ZAP_DOMAIN, name)
+        _bind_ipc(router, str(slots.path(name)))
+        slots.path(name).chmod(_ANYBODY_MAY_CONNECT)
+    return slots
 
 
 def _set_options(router: zmq.Socket[bytes], config: AgentConfig, keepalive: Keepalive) -> None:
@@ -155,12 +178,12 @@ def _set_options(router: zmq.Socket[bytes], config: AgentConfig, keepalive: Keep
         router.setsockopt(option, value)
 
 
-def _max_links() -> int:
+def _max_links(listeners: int) -> int:
     """Connections that the descriptor limit allows, with two for each and some for the rest."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return sys.maxsize
-    return max(_FEWEST_LINKS, (soft - _OTHER_DESCRIPTORS) // 2)
+    return max(_FEWEST_LINKS, (soft - _OTHER_DESCRIPTORS - listeners) // 2)
 
 
 def _address(host: str) -> str:

@@ -55,7 +55,7 @@ def event_object(
             "name": involved.name,
             "uid": involved.uid,
         },
-        "type": type_of(entry.kind),
+        "type": type_of(entry),
         "reason": reason_of(entry.kind),
         "message": message_of(entry, origin.node),
         "source": {"component": FIELD_MANAGER, "host": origin.node},

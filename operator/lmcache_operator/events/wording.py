@@ -17,6 +17,8 @@ _SINCE = {
     "container_terminated": "the container ended",
     "pod_terminated": "the pod ended",
     "process_exit": "its process exited",
+    "slot_restarted": "the kubelet began to start the next container in its slot",
+    "slot_released": "its pod no longer had the slot",
     "connection_closed": "its connection closed",
     "heartbeat_timeout": "it was last heard",
     "registration_grace": "it was last heard",
@@ -24,6 +26,7 @@ _SINCE = {
     "ended_unreported": "its pod was found ended",
 }
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+_RELEASED = "released"  # why a container's start was held no longer
 _STEP = 1024
 _TEN = 10
 
@@ -41,13 +44,17 @@ def reason_of(kind: EntryKind) -> str:
             return "FalseReap"
         case "stuck_release":
             return "ReleaseStuck"
+        case "start_held":
+            return "ContainerStartHeld"
         case _:
             assert_never(kind)
 
 
-def type_of(kind: EntryKind) -> Literal["Normal", "Warning"]:
+def type_of(entry: JournalEntry) -> Literal["Normal", "Warning"]:
     """Return the `type` of the Event: whether somebody should look."""
-    return "Normal" if kind in {"would_reap", "cancelled"} else "Warning"
+    waited_in_vain = entry.kind == "start_held" and entry.reason != _RELEASED
+    harmless = entry.kind in {"would_reap", "cancelled", "start_held"} and not waited_in_vain
+    return "Normal" if harmless else "Warning"
 
 
 def message_of(entry: JournalEntry, node: str) -> str:
@@ -93,8 +100,23 @@ def _sentence(entry: JournalEntry, who: str, why: str) -> str:
                 f"{size} of dead {who} ({why}) does not come back: the release is stuck. See "
                 "spec.reaping.stuckRelease."
             )
+        case "start_held":
+            return _held_start(entry, who)
         case _:
             assert_never(kind)
+
+
+def _held_start(entry: JournalEntry, who: str) -> str:
+    """Say why a container did not start at once; the instance is that of an earlier one."""
+    pod = entry.slot_pod
+    container = f" {pod.namespace}/{pod.name} ({pod.container})" if pod else ""
+    began = f"The start of container{container} waited for memory of an earlier one, {who}"
+    if entry.reason == _RELEASED:
+        return f"{began}: that is back, and it starts."
+    return (
+        f"{began}: that is still mapped, and it starts all the same, maybe to run out of memory. "
+        "See spec.transport.devicePlugin.preStartWaitSeconds and the condition ReaperHealthy."
+    )
 
 
 def _release(entry: JournalEntry) -> str:
