@@ -156,6 +156,14 @@ class _Kubelet(plugin_stubs.RegistrationServicer, list_stubs.PodResourcesListerS
         )
         return time.monotonic() - began_at
 
+    def start_error(self, slot: str) -> str:
+        """Start a container that the plugin refuses; return why."""
+        try:
+            self.start(slot)
+        except grpc.RpcError as error:
+            return f"{error.code().name}: {error.details()}"
+        return "started"
+
     def delete(self, slot: str) -> None:
         """Forget the pod that has a slot."""
         pods = self._pods()

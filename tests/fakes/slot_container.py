@@ -6,7 +6,8 @@ Needs root: each container is a PID and a mount namespace of its own.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,15 +45,18 @@ def in_container(mounts: Mapping[str, str]) -> Sequence[str]:
 class SlotNode:
     """A kubelet, an agent with a device plugin, and their folders. Entered: both run."""
 
-    folder: Path
     flags: Sequence[str] = ()
     shared_memory_bytes: int = 0
+    make_agent: Callable[..., AgentProcess] = AgentProcess
     agent: AgentProcess = field(init=False)
     kubelet: FakeKubelet = field(init=False)
+    folder: Path = field(init=False)
 
     def __post_init__(self) -> None:
         """Make what has to be there before."""
-        self._shared = Path("/dev/shm") / f"lmcache-kube-test-{self.folder.name}"
+        self._made = tempfile.TemporaryDirectory(prefix="slots-")  # sockets need short paths
+        self.folder = Path(self._made.name)
+        self._shared = Path("/dev/shm") / self.folder.name
         self.kubelet = FakeKubelet(self.folder / "kubelet")
         self.stack = ExitStack()
 
@@ -75,7 +79,7 @@ class SlotNode:
                 f"--slot-shared-memory-bytes={self.shared_memory_bytes}",
                 f"--slot-shared-memory-folder={self.shared}",
             ]
-        self.agent = self.stack.enter_context(AgentProcess(*flags))
+        self.agent = self.stack.enter_context(self.make_agent(*flags))
         return self.agent
 
     def container(self, admitted: Mapping[str, Any], instance_id: int) -> WorkerProcess:
@@ -97,3 +101,4 @@ class SlotNode:
     ) -> None:
         self.stack.close()
         shutil.rmtree(self._shared, ignore_errors=True)
+        self._made.cleanup()
