@@ -69,6 +69,7 @@ def agent_config(spec: Spec, *, uid: str) -> AgentConfig:
             eviction_trigger_watermark=cache.eviction.trigger_percent / _PER_CENT,
             eviction_ratio=cache.eviction.evict_percent / _PER_CENT,
             shm_name=uid if shares_memory else "",
+            supported_transfer_mode="auto",
             max_cpu_workers=server.max_cpu_workers,
             max_gpu_workers=server.max_gpu_workers,
             worker_reap_timeout_seconds=reaping.reap_timeout_seconds,

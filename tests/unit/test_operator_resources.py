@@ -16,7 +16,7 @@ from lmcache_operator.quantity import whole_units
 from lmcache_operator.resources.agent_resources import agent_resources, quantity_text
 from lmcache_operator.resources.daemon_set import build_daemon_set, image_reference
 from lmcache_operator.resources.desired import Surroundings, desired_objects
-from lmcache_operator.spec import read_spec
+from lmcache_operator.spec import agent_arguments, read_spec
 from tests.cluster.specs.row import Row
 from tests.cluster.specs.table import ROWS
 
@@ -232,6 +232,19 @@ def test_workers_wait_for_answers_neither_briefly_nor_for_ever(
     reaping = {"heartbeatIntervalSeconds": interval, "reapTimeoutSeconds": 120}
     extra = json.loads(_connection(spec_with(reaping=reaping))["kv_transfer_config"])
     assert extra["kv_connector_extra_config"]["lmcache.mp.mq_timeout"] == patience
+
+
+@pytest.mark.parametrize(
+    ("sharing", "mode"),
+    [("None", "engine_driven"), ("HostShm", "lmcache_driven"), ("HostIPC", "lmcache_driven")],
+)
+def test_workers_copy_themselves_where_no_memory_is_shared(sharing: str, mode: str) -> None:
+    """They are told so, and agents serve both modes."""
+    spec = spec_with(transport={"memorySharing": sharing})
+    data = _connection(spec)
+    extra = json.loads(data["kv_transfer_config"])["kv_connector_extra_config"]
+    assert data["transfer_mode"] == extra["lmcache.mp.mp_transfer_mode"] == mode
+    assert "--supported-transfer-mode=auto" in agent_arguments(spec, uid="uid")
 
 
 def test_connections_stand_where_workers_are() -> None:

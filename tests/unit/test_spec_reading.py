@@ -77,7 +77,7 @@ def test_defaults_are_the_agents_own() -> None:
         if getattr(ours, option.field_name) != getattr(theirs, option.field_name)
     }
     mounted = {"reaping_settings", "operator_link", "operator_token_file"}
-    assert differing == {"host", "http_host", "log_format", *mounted}
+    assert differing == {"host", "http_host", "log_format", "supported_transfer_mode", *mounted}
 
 
 def test_every_owned_flag_is_written_out() -> None:

@@ -209,8 +209,8 @@ class Transport(Struct, frozen=True, kw_only=True, rename="camel", forbid_unknow
     memory_sharing: Annotated[
         Literal["None", "HostShm", "HostIPC"],
         Meta(
-            description="None: bytes are copied through messages, which is not built yet: workers "
-            "need HostShm. HostShm: both pods mount the node's /dev/shm and share it. HostIPC: "
+            description="None: workers send and get the bytes in messages, which costs several "
+            "copies. HostShm: both pods mount the node's /dev/shm and share it. HostIPC: "
             "both pods use the node's IPC namespace, which CUDA needs without isolated IPC. "
             "HostShm and HostIPC need a namespace whose Pod Security level is privileged."
         ),

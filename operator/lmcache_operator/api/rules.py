@@ -31,6 +31,7 @@ OWNED_FLAGS = {
     "--eviction-trigger-watermark": "spec.cache.eviction.triggerPercent",
     "--eviction-ratio": "spec.cache.eviction.evictPercent",
     "--shm-name": "spec.transport.memorySharing",
+    "--supported-transfer-mode": "spec.transport.memorySharing",
     "--max-cpu-workers": "spec.server.maxCPUWorkers",
     "--max-gpu-workers": "spec.server.maxGPUWorkers",
     "--worker-reap-timeout-seconds": "spec.reaping.reapTimeoutSeconds",

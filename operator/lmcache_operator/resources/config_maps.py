@@ -17,8 +17,6 @@ _MOST_HEARTBEATS_WAITED = 3
 _LEAST_PATIENCE_SECONDS = 30
 _MOST_PATIENCE_SECONDS = 60
 
-_TRANSFER_MODE = "lmcache_driven"
-
 
 def build_reaping(server: ServerRef, spec: Spec) -> KubeObject:
     """Return the live settings: a mounted file, so that an edit costs no pod its cache."""
@@ -65,6 +63,11 @@ def patience_seconds(spec: Spec) -> int:
     return min(max(missed, _LEAST_PATIENCE_SECONDS), _MOST_PATIENCE_SECONDS)
 
 
+def _transfer_mode(spec: Spec) -> str:
+    """Choose who copies: without shared memory only the worker can, by sending the bytes."""
+    return "engine_driven" if spec.transport.memory_sharing == "None" else "lmcache_driven"
+
+
 def _connection(server: ServerRef, spec: Spec) -> dict[str, str]:
     """Return values that a pod takes one by one, by `configMapKeyRef`.
 
@@ -81,7 +84,7 @@ def _connection(server: ServerRef, spec: Spec) -> dict[str, str]:
         "chunk_size": str(spec.server.chunk_size),
         "heartbeat_interval_seconds": str(spec.reaping.heartbeat_interval_seconds),
         "request_timeout_seconds": str(patience_seconds(spec)),
-        "transfer_mode": _TRANSFER_MODE,
+        "transfer_mode": _transfer_mode(spec),
     }
     if spec.transport.unix_socket == "HostPath":
         over_socket = {"lmcache.mp.server_urls": [f"ipc://{SOCKET_PATH}"]}
@@ -99,7 +102,7 @@ def _transfer_config(spec: Spec, where: Mapping[str, object]) -> str:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
             **where,
-            "lmcache.mp.mp_transfer_mode": _TRANSFER_MODE,
+            "lmcache.mp.mp_transfer_mode": _transfer_mode(spec),
             "lmcache.mp.heartbeat_interval": spec.reaping.heartbeat_interval_seconds,
             "lmcache.mp.mq_timeout": patience_seconds(spec),
         },
