@@ -129,11 +129,13 @@ class App:
                     bus=self._bus,
                     spawn=_spawn,
                     now=monotonic,
-                    is_serving=lambda: self._serving,
+                    is_ready=lambda: self._view.ready()[0],
                 )
             )
-            view = RunningAgent(self._agent.parts, self._metrics, lambda: self._serving, monotonic)
-            self._http = HttpServer(listener, view)
+            self._view = RunningAgent(
+                self._agent.parts, self._metrics, lambda: self._serving, monotonic
+            )
+            self._http = HttpServer(listener, self._view)
             undo.pop_all()
         self.http_port = self._http.port
 

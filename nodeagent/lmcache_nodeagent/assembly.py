@@ -81,7 +81,7 @@ class Environment:
     bus: EventBus
     spawn: Spawn
     now: Now
-    is_serving: Callable[[], bool] = lambda: True
+    is_ready: Callable[[], bool] = lambda: True
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,7 +368,7 @@ def _device_plugin(
         env.folders,
         service,
         late.targets,
-        env.is_serving,
+        env.is_ready,
         late.slots_listed,
         publish,
         now,

@@ -10,6 +10,7 @@ side; one JSON array per line on standard input, one JSON value back.
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -225,6 +226,11 @@ class FakeKubelet:
         line = self._process.stdout.readline()
         assert line, f"the kubelet ended with {self._process.wait(_CALL_SECONDS)}"
         return json.loads(line)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        assert self._process is not None
+        self._process.send_signal(number)
 
     def kill(self) -> None:
         """End it without a word to anybody; its sockets stay."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Generator
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 
 from tests.fakes.agent_process import AgentProcess
+from tests.fakes.copying_worker import CopyingWorkerProcess
 from tests.fakes.netns import needs_root
-from tests.fakes.slot_container import SLOTS, SlotNode
+from tests.fakes.slot_container import SLOTS, URL, SlotNode, in_container
 from tests.fakes.stub_agent import StubAgent
 from tests.fakes.worker_process import WorkerFailed, WorkerProcess
 from tests.polling import poll_until
@@ -66,6 +68,24 @@ def test_containers_do_not_see_each_other(node: SlotNode) -> None:
         assert worker.ask("retrieve", worker.instance_id)
         assert worker.ask("digest", 32) == before
     assert {len(list((node.shared / slot).iterdir())) for slot in (one, other)} == {2}
+
+
+def test_workers_that_map_l1() -> None:
+    """They find it in their own /dev/shm; one pod loads what another one stored."""
+    flags = ["--supported-transfer-mode=auto", f"--shm-name=slots-{os.getpid()}"]
+    with SlotNode(flags, shared_memory_bytes=1 << 30) as node:
+        workers = []
+        for number in range(2):
+            mounts = node.kubelet("admit", "team", f"engine-{number}")["mounts"]
+            wrapper = in_container(mounts)
+            workers.append(node.stack.enter_context(CopyingWorkerProcess(URL, number, wrapper)))
+            assert workers[-1].ask("register") is True
+        writer, reader = workers
+        assert writer.ask("store", 1)
+        assert reader.ask("lookup", 1) == 2
+        assert reader.ask("load", 1) is True
+        assert node.agent.stop() == 0
+        assert not any(node.shared.glob("*/lmcache-kube.*"))
 
 
 def test_a_killed_worker_is_proven_dead_before_its_container_starts_again(node: SlotNode) -> None:
@@ -218,6 +238,23 @@ def test_no_kubelet(tmp_path: Path) -> None:
         (line,) = poll_until(lambda: agent.log_records("device_plugin_off"), SOON_SECONDS)
         assert line["reason"] == "no_kubelet"
         assert agent.status()["device_plugin"]["state"] == "no_kubelet"
+
+
+def test_a_kubelet_that_answers_nobody_stops_nobody(node: SlotNode) -> None:
+    """Frozen, or dead with its sockets left behind: workers that are there are served."""
+    slot, worker = registered(node, "engine-0", 1)
+    node.kubelet.signal(signal.SIGSTOP)
+    assert worker.ask("store", 1)
+    node.agent.kill()
+    agent = node.start_agent()
+    poll_until(lambda: worker.ask("ping") is False or None, SOON_SECONDS)
+    worker.ask("register")
+    assert agent.instances()[1]["slot"] == slot
+    poll_until(lambda: agent.log_records("pod_resources_unread"), SOON_SECONDS)
+    poll_until(lambda: agent.status()["device_plugin"]["state"] == "failing", SOON_SECONDS)
+    assert worker.ask("store", 2)
+    node.kubelet.signal(signal.SIGCONT)
+    node.kubelet.wait_healthy(SLOTS)
 
 
 def test_two_agents_of_one_name(node: SlotNode) -> None:

@@ -35,6 +35,8 @@ _SLOTS = "slots"
 _SOCKET_FOLDER_MODE = 0o755
 _SHARED_MODE = 0o1777
 _GROUP_MODE = 0o3770
+_POOL_MODE = 0o666
+_POOL_GROUP_MODE = 0o660
 _BLOCK_BYTES = 512  # st_blocks of stat(2)
 
 
@@ -57,7 +59,7 @@ class SlotFolders:
         self._slots = Path(own) / _SLOTS
         self._host_slots = f"{config.slots_host_folder or own}/{_SLOTS}"
         self._limit_bytes = config.slot_shared_memory_bytes
-        self._shared = Path(shared) if self._limit_bytes else None
+        self._shared = Path(shared) if self._limit_bytes and self._names else None
         self._host_shared = config.slot_shared_memory_host_folder or shared
         self._group = config.slot_shared_memory_group
         self._pool: Path | None = None
@@ -78,12 +80,12 @@ class SlotFolders:
                 self._withdraw(self._shared / name)
 
     def offer_pool(self, pool: Path) -> None:
-        """Give L1 a name in the shared memory of every slot."""
+        """Give L1 a name in the shared memory of every slot, for workers of any user."""
         if self._shared is None:
             return
         if self._group:
             os.chown(pool, -1, self._group)
-            pool.chmod(0o660)
+        pool.chmod(_POOL_GROUP_MODE if self._group else _POOL_MODE)
         self._pool = pool
         for name in self._names:
             self._link(pool, self._shared / name / pool.name)
