@@ -13,12 +13,34 @@ from typing import Literal
 from lmcache_nodeagent.operator_link.messages import AgentState
 from lmcache_operator.api.root import Spec
 from lmcache_operator.cluster import KubeObject
-from lmcache_operator.names import AGENT_NAME, INSTANCE_LABEL, NAME_LABEL
+from lmcache_operator.names import AGENT_NAME, INSTANCE_LABEL, NAME_LABEL, device_resource
+from lmcache_operator.spec import has_device_plugin
 from lmcache_operator.troubles import Trouble
 
 Answer = Literal["True", "False", "Unknown"]
 
 _NAMED_NODES = 3
+
+_PLUGIN_TROUBLES = {
+    "conflict": Trouble(
+        "ResourceTaken",
+        "Another agent on {nodes} offers {resource}: servers of one name in two namespaces have "
+        "one resource, and whose agent was first keeps it. Workers of this one cannot reach it "
+        "there: choose other nodes by spec.nodeSelector, another name, or devicePlugin.mode "
+        "Disabled.",
+    ),
+    "failing": Trouble(
+        "PluginFails",
+        "The kubelets on {nodes} do not take {resource} from the agents: no new worker starts "
+        "there, and the agents go on trying.",
+    ),
+    "no_kubelet": Trouble(
+        "KubeletMissing",
+        "The agents on {nodes} find no kubelet in /var/lib/kubelet/device-plugins: no new worker "
+        "starts there until they do.",
+    ),
+}
+"""By what an agent says of its device plugin; the worst first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +256,51 @@ def hints_flowing(seen: Seen, nodes: Nodes) -> Verdict:
     return Verdict("True", "AgentsConnected", "The operator tells agents what it sees of pods.")
 
 
-def ready(seen: Seen, availability: Verdict, reaper: Verdict, hints: Verdict) -> Verdict:
+def device_plugin(seen: Seen) -> Verdict:
+    """Judge whether workers can reach agents by the kubelet, by what the connected agents say."""
+    if seen.spec is not None and not has_device_plugin(seen.spec):
+        return Verdict(
+            "False",
+            "DevicePluginDisabled",
+            "spec.transport.devicePlugin.mode is Disabled: workers connect over TCP or unixSocket.",
+        )
+    states = [(agent.node, agent.state) for agent in seen.agents if agent.state is not None]
+    resource = device_resource(seen.name)
+    failing = _failing_plugin(states, resource)
+    if failing is not None:
+        return failing
+    if not states:
+        return Verdict("Unknown", "NoAgentReported", "No agent has reported.")
+    behind = _nodes_with(states, lambda state: not state.device_plugin)
+    if behind:
+        return Verdict(
+            "Unknown",
+            "PluginNotOffered",
+            f"The agents on {behind} offer nothing to their kubelets: they are of an earlier spec "
+            "or release, see the condition Progressing.",
+        )
+    return Verdict(
+        "True", "PluginRegistered", f"Workers reach their agent by resources.limits {resource}."
+    )
+
+
+def _failing_plugin(states: Sequence[tuple[str, AgentState]], resource: str) -> Verdict | None:
+    for said, trouble in _PLUGIN_TROUBLES.items():
+        found = [(node, state) for node, state in states if state.device_plugin == said]
+        if found:
+            nodes = _nodes_with(found, lambda _: True)
+            message = trouble.message.format(nodes=nodes, resource=resource)
+            problem = next(
+                (s.device_plugin_problem for _, s in found if s.device_plugin_problem), ""
+            )
+            words = f" The agent says: {problem}." if problem else ""
+            return Verdict("False", trouble.reason, f"{message}{words}")
+    return None
+
+
+def ready(
+    seen: Seen, availability: Verdict, reaper: Verdict, hints: Verdict, plugin: Verdict
+) -> Verdict:
     """Sum up the others: the first that does not hold, or that all do."""
     if seen.refusal is not None:
         return Verdict("False", seen.refusal.reason, seen.refusal.message)
@@ -242,9 +308,11 @@ def ready(seen: Seen, availability: Verdict, reaper: Verdict, hints: Verdict) ->
         return availability
     if reaper.answer == "False":
         return reaper
+    if plugin.answer == "False" and plugin.reason != "DevicePluginDisabled":
+        return plugin
     if hints.answer != "True" and hints.reason != "HintsDisabled":
         return hints
-    parts = (availability.message, reaper.message, hints.message)
+    parts = (availability.message, reaper.message, hints.message, plugin.message)
     return Verdict("True", "Ready", " ".join(parts))
 
 

@@ -76,6 +76,16 @@ def socket_folder(uid: str) -> str:
     return f"/run/lmcache-kube/{uid}"
 
 
+def slot_memory_folder(uid: str) -> str:
+    """Name the folder of a node in which the agent and each slot of a server share memory."""
+    return f"/dev/shm/lmcache-kube-{uid}"  # not a temporary file
+
+
+def device_resource(server: str) -> str:
+    """Name what a worker's container asks for to reach its agent."""
+    return f"{GROUP}/{server}"
+
+
 def agent_labels(server: str) -> dict[str, str]:
     """Return the labels that select the agents' pods; they never change."""
     return {NAME_LABEL: AGENT_NAME, INSTANCE_LABEL: server}

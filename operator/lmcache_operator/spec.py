@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -15,11 +16,22 @@ from lmcache_nodeagent.config import LIVE_OPTIONS, OPTIONS, AgentConfig, ConfigE
 from lmcache_operator.api.root import Spec
 from lmcache_operator.api.rules import GIB, OWNED_FLAGS
 from lmcache_operator.errors import SpecError
-from lmcache_operator.names import LINK_FOLDER, REAPING_FOLDER, REAPING_KEY, TOKEN_FILE
+from lmcache_operator.names import (
+    LINK_FOLDER,
+    REAPING_FOLDER,
+    REAPING_KEY,
+    TOKEN_FILE,
+    slot_memory_folder,
+    socket_folder,
+)
 from lmcache_operator.quantity import whole_units
 
-SOCKET_PATH = "/run/lmcache-kube/agent.sock"
-"""The agent's Unix socket, in its own container and in those of workers that mount the folder."""
+SOCKET_FOLDER = "/run/lmcache-kube"
+SOCKET_PATH = f"{SOCKET_FOLDER}/agent.sock"
+"""The agent's Unix socket as workers see it, by the device plugin or by a mounted folder."""
+
+SHARED_MEMORY = "/dev/shm"  # not a temporary file
+_SLOTS_MEMORY = "slots"
 
 _EVICTION_POLICIES = {"LRU": "LRU", "None": "noop"}
 _PER_CENT = 100
@@ -43,12 +55,32 @@ def read_spec(stored: Mapping[str, object]) -> Spec:
         ) from None
 
 
-def agent_config(spec: Spec, *, uid: str) -> AgentConfig:
+def has_device_plugin(spec: Spec) -> bool:
+    """Tell whether workers may ask the kubelet for their agent."""
+    return spec.transport.device_plugin.mode == "Enabled"
+
+
+def slot_memory_bytes(spec: Spec) -> int:
+    """Return the most shared memory of each slot; 0 if slots share none.
+
+    Raises:
+        SpecError: it is no quantity.
+    """
+    if not has_device_plugin(spec):
+        return 0
+    try:
+        return whole_units(spec.transport.device_plugin.shared_memory)
+    except ValueError as error:
+        raise SpecError([f"spec.transport.devicePlugin.sharedMemory: {error}"]) from None
+
+
+def agent_config(spec: Spec, *, uid: str, name: str) -> AgentConfig:
     """Return the configuration of the agents of a spec.
 
     Args:
         spec: what is wanted.
         uid: the object's uid; it names the shared memory of its agents on each node.
+        name: the object's name; it names the resource of the device plugin.
 
     Raises:
         SpecError: the agent would refuse it; the problems are in the agent's words.
@@ -68,7 +100,8 @@ def agent_config(spec: Spec, *, uid: str) -> AgentConfig:
             eviction_policy=_EVICTION_POLICIES[cache.eviction.policy],  # type: ignore[arg-type]
             eviction_trigger_watermark=cache.eviction.trigger_percent / _PER_CENT,
             eviction_ratio=cache.eviction.evict_percent / _PER_CENT,
-            shm_name=uid if shares_memory else "",
+            shm_name=uid if shares_memory or slot_memory_bytes(spec) else "",
+            **_plugin(spec, uid=uid, name=name),
             supported_transfer_mode="auto",
             max_cpu_workers=server.max_cpu_workers,
             max_gpu_workers=server.max_gpu_workers,
@@ -93,7 +126,31 @@ def agent_config(spec: Spec, *, uid: str) -> AgentConfig:
         raise SpecError([f"spec.cache.size: {error}"]) from None
 
 
-def agent_arguments(spec: Spec, *, uid: str) -> list[str]:
+def _plugin(spec: Spec, *, uid: str, name: str) -> dict[str, Any]:
+    """Return what the agents offer to the kubelet. What is left out is the agent's default."""
+    if not has_device_plugin(spec):
+        return {}
+    plugin, memory = spec.transport.device_plugin, slot_memory_bytes(spec)
+    found = {
+        "device_plugin_resource": name,
+        "device_plugin_slots": plugin.slots,
+        "slots_folder": SOCKET_FOLDER,
+        "slots_host_folder": socket_folder(uid),
+        "prestart_wait_seconds": plugin.pre_start_wait_seconds,
+    }
+    if not memory:
+        return found
+    host = f"{slot_memory_folder(uid)}/{_SLOTS_MEMORY}"
+    # With memorySharing the agent sees the node's whole /dev/shm, else only its own folder there.
+    inside = f"{SHARED_MEMORY}/{_SLOTS_MEMORY}" if spec.transport.memory_sharing == "None" else host
+    return found | {
+        "slot_shared_memory_bytes": memory,
+        "slot_shared_memory_folder": inside,
+        "slot_shared_memory_host_folder": host,
+    }
+
+
+def agent_arguments(spec: Spec, *, uid: str, name: str) -> list[str]:
     """Return the arguments of the agents of a spec.
 
     Every flag that the operator owns is written out, also with its default: nothing in the pod's
@@ -103,7 +160,7 @@ def agent_arguments(spec: Spec, *, uid: str) -> list[str]:
     Raises:
         SpecError: the agent would refuse the configuration.
     """
-    config = agent_config(spec, uid=uid)
+    config = agent_config(spec, uid=uid, name=name)
     live = {option.field_name for option in LIVE_OPTIONS}
     values = ((option, getattr(config, option.field_name)) for option in OPTIONS)
     owned = [
@@ -114,13 +171,13 @@ def agent_arguments(spec: Spec, *, uid: str) -> list[str]:
     return [*owned, *spec.server.extra_args]
 
 
-def reaping_settings(spec: Spec, *, uid: str) -> dict[str, object]:
+def reaping_settings(spec: Spec, *, uid: str, name: str) -> dict[str, object]:
     """Return the settings that running agents follow, named as the agent's file has them.
 
     Raises:
         SpecError: the agent would refuse the configuration.
     """
-    config = agent_config(spec, uid=uid)
+    config = agent_config(spec, uid=uid, name=name)
     return {
         option.flag_name.removeprefix("--"): getattr(config, option.field_name)
         for option in LIVE_OPTIONS

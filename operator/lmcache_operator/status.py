@@ -18,6 +18,7 @@ from lmcache_operator.conditions import (
     all_connected,
     available,
     count_nodes,
+    device_plugin,
     hints_flowing,
     progressing,
     ready,
@@ -26,7 +27,9 @@ from lmcache_operator.conditions import (
 from lmcache_operator.spec import reaping_settings
 from lmcache_operator.troubles import Trouble
 
-_Type = Literal["Ready", "Available", "Progressing", "ReaperHealthy", "HintsFlowing"]
+_Type = Literal[
+    "Ready", "Available", "Progressing", "ReaperHealthy", "HintsFlowing", "DevicePlugin"
+]
 
 
 def read_status(stored: Mapping[str, Any]) -> Status:
@@ -48,20 +51,19 @@ def build_status(seen: Seen, earlier: Status, moment: str) -> Status:
     """
     nodes = count_nodes(seen.daemon_set)
     told = seen.settled or all_connected(seen, nodes)
-    availability, reaper, hints = (
-        available(seen, nodes),
-        reaper_healthy(seen),
-        hints_flowing(seen, nodes),
-    )
+    availability, reaper = available(seen, nodes), reaper_healthy(seen)
+    hints, plugin = hints_flowing(seen, nodes), device_plugin(seen)
     if not told:
         reaper = _unless_known(reaper, "ReaperHealthy", earlier)
         hints = _unless_known(hints, "HintsFlowing", earlier)
+        plugin = _unless_known(plugin, "DevicePlugin", earlier)
     verdicts: dict[_Type, Verdict] = {
-        "Ready": ready(seen, availability, reaper, hints),
+        "Ready": ready(seen, availability, reaper, hints, plugin),
         "Available": availability,
         "Progressing": progressing(seen, nodes),
         "ReaperHealthy": reaper,
         "HintsFlowing": hints,
+        "DevicePlugin": plugin,
     }
     return Status(
         observed_generation=seen.generation,
@@ -171,6 +173,6 @@ def _shown(settings: ReapingSettings) -> dict[str, Any]:
 def _wanted(seen: Seen) -> ReapingSettings | None:
     if seen.spec is None:
         return None
-    written = reaping_settings(seen.spec, uid=seen.uid)
+    written = reaping_settings(seen.spec, uid=seen.uid, name=seen.name)
     members = {name.replace("-", "_"): value for name, value in written.items()}
     return msgspec.convert(members, ReapingSettings, strict=False)

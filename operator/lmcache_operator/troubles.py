@@ -78,10 +78,11 @@ def _refusal(message: str) -> Trouble:
     if "violates PodSecurity" in message:
         return Trouble(
             "PodSecurityRefused",
-            f"The namespace's Pod Security level forbids the agents' pods: {words}. Agents fit the "
-            "level restricted with spec.transport.memorySharing None, unixSocket Disabled and a "
-            "spec.security.runAsUser other than 0; for anything else label the namespace "
-            "pod-security.kubernetes.io/enforce=privileged.",
+            f"The namespace's Pod Security level forbids the agents' pods: {words}. Label it "
+            "pod-security.kubernetes.io/enforce=privileged; workers may be in others, of another "
+            "level, named in spec.workers.namespaces. Agents fit the level restricted with "
+            "spec.transport.devicePlugin.mode Disabled, memorySharing None, unixSocket Disabled "
+            "and a spec.security.runAsUser other than 0.",
         )
     if "exceeded quota" in message:
         return Trouble(

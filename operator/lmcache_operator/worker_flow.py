@@ -174,8 +174,7 @@ class WorkerFlow:
     def journal(self, session: AgentSession, entry: JournalEntry) -> None:
         """Post an entry, with the pod that was known by the time it was said."""
         known = self._servers.get(session.server)
-        node = known.node(session.node) if known is not None else None
-        where = node.where(session, entry) if node is not None else None
+        where = known.where(session.node, session, entry) if known is not None else None
         self._journal.add(_origin(session), entry, where)
 
     def disconnected(self, session: AgentSession) -> None:

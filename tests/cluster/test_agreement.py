@@ -40,7 +40,7 @@ def judged_alike(kind: str, api: Api, spec: dict[str, Any]) -> None:
 
 def _problems(spec: dict[str, Any]) -> tuple[str, ...]:
     try:
-        agent_config(read_spec(spec), uid=UID)
+        agent_config(read_spec(spec), uid=UID, name="kv")
     except SpecError as error:
         return error.problems
     return ()

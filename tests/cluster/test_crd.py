@@ -33,10 +33,10 @@ def test_the_table(row: Row, kind: str, api: Api) -> None:
     assert answer.ok == row.accepted, answer.message
     assert row.sentence in answer.message
     if row.accepted:
-        agent_config(read_spec(answer.body["spec"]), uid=UID)
+        agent_config(read_spec(answer.body["spec"]), uid=UID, name="kv")
     elif row.judge is not Judge.SERVER:
         with pytest.raises(SpecError):
-            agent_config(read_spec(row.spec), uid=UID)
+            agent_config(read_spec(row.spec), uid=UID, name="kv")
 
 
 def test_a_refused_spec_is_not_stored(api: Api, servers: str) -> None:

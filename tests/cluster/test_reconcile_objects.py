@@ -73,15 +73,17 @@ def test_the_pods_are_what_the_facts_demand(served: World) -> None:
     assert pod["automountServiceAccountToken"] is False
     assert pod["serviceAccountName"] == "kv"
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["runAsUser"] == 0  # for the kubelet's folders
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
-    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
     assert container["resources"]["requests"]["memory"] == "576Mi"
     assert "--l1-size-gb=0.0625" in container["args"]
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     token = volumes["agent-token"]["projected"]["sources"][0]["serviceAccountToken"]
     assert token["audience"] == TOKEN_AUDIENCE
-    assert volumes["agent-shm"]["emptyDir"]["medium"] == "Memory"
+    uid = served.server()["metadata"]["uid"]
+    assert volumes["agent-shm"]["hostPath"]["path"] == f"/dev/shm/lmcache-kube-{uid}"
+    assert volumes["agent-socket"]["hostPath"]["path"] == f"/run/lmcache-kube/{uid}"
     service = served.wait("Service", "kv")["spec"]
     assert service["internalTrafficPolicy"] == "Local"
     assert service["publishNotReadyAddresses"] is True
@@ -93,8 +95,11 @@ def test_workers_are_told_how_to_connect(served: World) -> None:
     transfer = json.loads(data["kv_transfer_config"])
     extra = transfer["kv_connector_extra_config"]
     assert transfer["kv_connector"] == "LMCacheMPConnector"
-    assert extra["lmcache.mp.host"] == f"tcp://kv.{served.namespace}.svc"
-    assert extra["lmcache.mp.port"] == 5555
+    assert extra["lmcache.mp.server_urls"] == ["ipc:///run/lmcache-kube/agent.sock"]
+    assert data["resource"] == "lmcache-kube.dev/kv"
+    over_tcp = json.loads(data["kv_transfer_config_tcp"])["kv_connector_extra_config"]
+    assert over_tcp["lmcache.mp.host"] == f"tcp://kv.{served.namespace}.svc"
+    assert over_tcp["lmcache.mp.port"] == 5555
     assert extra["lmcache.mp.mq_timeout"] < 300
     assert extra["lmcache.mp.heartbeat_interval"] == 10
 

@@ -63,7 +63,12 @@ def test_a_server_is_served_from_beginning_to_end(kubeconfig: Path, world: World
         world.wait("ConfigMap", "kv-link")
         poll_until(world.events, PATIENCE_SECONDS, "an Event")
         world.patch_server(
-            {"spec": {"transport": None, "reaping": {"hints": {"mode": "Disabled"}}}}
+            {
+                "spec": {
+                    "transport": {"memorySharing": "None", "devicePlugin": {"mode": "Disabled"}},
+                    "reaping": {"hints": {"mode": "Disabled"}},
+                }
+            }
         )
         (pod,) = world.wait_pods(1)
         world.make_ready(pod)

@@ -88,18 +88,18 @@ def test_an_image_that_cannot_be_pulled(world: World) -> None:
 
 @pytest.mark.usefixtures("operator")
 def test_pods_that_the_pod_security_level_refuses(world: World) -> None:
-    """Which the DaemonSet itself does not say: only an Event on it does. The defaults fit any."""
+    """Which the DaemonSet itself does not say: only an Event on it does. Without ways, any fits."""
     label = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}}
     path = f"/api/v1/namespaces/{world.namespace}"
     merge = "application/merge-patch+json"
     assert world.api.request("PATCH", path, label, content_type=merge).ok
     world.add_node()
-    world.apply(transport={"memorySharing": "HostShm"})
+    world.apply()
     condition = world.wait_condition("Ready", "False", "PodSecurityRefused")
     assert "hostPath" in condition["message"]
     assert "pod-security.kubernetes.io/enforce=privileged" in condition["message"]
-    assert "memorySharing" in wait_event(world, "PodSecurityRefused")["message"]
-    world.patch_server({"spec": {"transport": {"memorySharing": "None"}}})
+    assert "devicePlugin" in wait_event(world, "PodSecurityRefused")["message"]
+    world.patch_server({"spec": {"transport": {"devicePlugin": {"mode": "Disabled"}}}})
     (pod,) = world.wait_pods(1)
     world.make_ready(pod)
     world.wait_condition("Available", "True", "AgentsReady")

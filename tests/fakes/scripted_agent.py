@@ -15,6 +15,7 @@ from lmcache_nodeagent.operator_link.messages import (
     Instances,
     JournalEntry,
     Mapping,
+    SlotPod,
 )
 from lmcache_operator.agents.registry import (
     AgentIdentity,
@@ -85,6 +86,8 @@ class ScriptedAgent:
         peer: str = "10.1.0.1",
         state: str = "active",
         claimed_pod_uid: str = "",
+        slot: str = "",
+        slot_pod: SlotPod | None = None,
     ) -> InstanceReport:
         """Take in a worker."""
         report = InstanceReport(
@@ -97,6 +100,8 @@ class ScriptedAgent:
             state=state,
             bytes=2**29,
             claimed_pod_uid=claimed_pod_uid,
+            slot=slot,
+            slot_pod=slot_pod,
         )
         self.change(report)
         return report

@@ -22,7 +22,12 @@ FIELD_OF_FLAG = {
     "worker_heartbeat_interval_seconds": "reaping.heartbeatIntervalSeconds",
     "hint_confirm_seconds": "reaping.hints.confirmSeconds",
     "close_confirm_seconds": "reaping.hints.closeConfirmSeconds",
+    "device_plugin_slots": "transport.devicePlugin.slots",
+    "prestart_wait_seconds": "transport.devicePlugin.preStartWaitSeconds",
 }
+
+ZERO_COUNTS = {"prestart_wait_seconds"}
+"""Flags whose 0 is a figure like any other."""
 
 
 def below(path: str, schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -83,7 +88,8 @@ def test_bounds_and_defaults_are_those_of_the_flags() -> None:
     for name, path in FIELD_OF_FLAG.items():
         schema, option = schemas[f"spec.{path}"], options[name]
         assert option.flag.bounds is not None
-        least = 0 if option.flag.bounds.zero_is_off else max(option.flag.bounds.low, 1)
+        bounds = option.flag.bounds
+        least = 0 if bounds.zero_is_off or name in ZERO_COUNTS else max(bounds.low, 1)
         assert (schema["minimum"], schema["maximum"]) == (least, option.flag.bounds.high), path
         assert schema.get("default") == option.default, path
 

@@ -38,6 +38,11 @@ def pod_of(spec: Spec) -> dict[str, Any]:
     return pod
 
 
+def without_plugin(**transport: object) -> Spec:
+    """Read a spec whose agents have no device plugin."""
+    return spec_with(transport={"devicePlugin": {"mode": "Disabled"}, **transport})
+
+
 def mounted(spec: Spec) -> dict[str, dict[str, Any]]:
     """Return the pod's volumes by where the container has them."""
     pod = pod_of(spec)
@@ -187,10 +192,44 @@ def test_sizes_that_mean_the_same_make_the_same_pods(size: object) -> None:
 
 def test_without_sharing_the_cache_is_the_pods_own_memory() -> None:
     """Sized, so that it can hold the cache and no more than a little else."""
-    shm = mounted(spec_with())["/dev/shm"]["emptyDir"]
-    assert shm["medium"] == "Memory"
-    assert (1 << 30) < whole_units(shm["sizeLimit"]) < (1 << 30) * 1.1
-    assert "hostIPC" not in pod_of(spec_with())
+    alone = (without_plugin(), spec_with(transport={"devicePlugin": {"sharedMemory": 0}}))
+    for spec in alone:
+        shm = mounted(spec)["/dev/shm"]["emptyDir"]
+        assert shm["medium"] == "Memory"
+        assert (1 << 30) < whole_units(shm["sizeLimit"]) < (1 << 30) * 1.1
+        assert "hostIPC" not in pod_of(spec)
+
+
+def test_with_the_device_plugin_the_cache_is_in_a_folder_of_the_servers_own() -> None:
+    """In the node's /dev/shm, where the slots have their memory, too: one file system."""
+    folder = {"path": f"/dev/shm/lmcache-kube-{SERVER.uid}", "type": "DirectoryOrCreate"}
+    assert mounted(spec_with())["/dev/shm"] == {"name": "agent-shm", "hostPath": folder}
+
+
+def test_the_device_plugin_has_the_kubelets_folders_and_root_without_its_powers() -> None:
+    """Both under their own paths; of capabilities only those for folders and others' files."""
+    pod, found = pod_of(spec_with()), mounted(spec_with())
+    plugins, listed = "/var/lib/kubelet/device-plugins", "/var/lib/kubelet/pod-resources"
+    assert found[plugins]["hostPath"] == {"path": plugins, "type": "Directory"}
+    assert found[listed]["hostPath"]["path"] == listed
+    assert found["/run/lmcache-kube"]["hostPath"]["path"] == f"/run/lmcache-kube/{SERVER.uid}"
+    assert pod["securityContext"]["runAsUser"] == 0
+    assert pod["securityContext"]["runAsGroup"] == 65532
+    security = pod["containers"][0]["securityContext"]
+    added = ["CHOWN", "DAC_OVERRIDE", "FOWNER"]
+    assert security["capabilities"] == {"drop": ["ALL"], "add": added}
+    assert security["allowPrivilegeEscalation"] is False
+    assert security["readOnlyRootFilesystem"] is True
+    assert "initContainers" not in pod
+
+
+def test_without_the_device_plugin_agents_have_nothing_of_the_node() -> None:
+    """Nor any right: they fit the level restricted."""
+    pod = pod_of(without_plugin())
+    assert not any("hostPath" in volume for volume in pod["volumes"])
+    assert pod["securityContext"]["runAsUser"] == 65532
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["containers"][0]["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
 @pytest.mark.parametrize("way", ["HostShm", "HostIPC"])
@@ -204,17 +243,33 @@ def test_with_sharing_the_cache_is_where_workers_of_the_node_see_it(way: str) ->
 def test_the_unix_socket_is_in_a_folder_that_the_agent_may_write_to() -> None:
     """Its own by the server's uid; the kubelet makes it root's, hence the init container."""
     spec = spec_with(
-        transport={"unixSocket": "HostPath"}, security={"runAsUser": 7, "runAsGroup": 8}
+        transport={"unixSocket": "HostPath", "devicePlugin": {"mode": "Disabled"}},
+        security={"runAsUser": 7, "runAsGroup": 8},
     )
     folder = mounted(spec)["/run/lmcache-kube"]["hostPath"]
     assert folder == {"path": f"/run/lmcache-kube/{SERVER.uid}", "type": "DirectoryOrCreate"}
     (maker,) = pod_of(spec)["initContainers"]
     assert "chown('/run/lmcache-kube', 7, 8)" in maker["command"][-1]
     assert maker["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN"]}
-    assert "initContainers" not in pod_of(spec_with())
+    assert "initContainers" not in pod_of(without_plugin())
+    assert "initContainers" not in pod_of(spec_with(transport={"unixSocket": "HostPath"}))
     data = _connection(spec)
     assert "ipc://" in data["kv_transfer_config_unix_socket"]
     assert "tcp://" in data["kv_transfer_config"]
+
+
+def test_workers_are_told_the_device_plugins_way_first() -> None:
+    """The URL is the same constant everywhere; TCP stands beside it, and alone without a plugin."""
+    data = _connection(spec_with())
+    assert data["url"] == "ipc:///run/lmcache-kube/agent.sock"
+    assert data["resource"] == "lmcache-kube.dev/kv"
+    extra = json.loads(data["kv_transfer_config"])["kv_connector_extra_config"]
+    assert extra["lmcache.mp.server_urls"] == [data["url"]]
+    assert data["url_tcp"] == "tcp://kv.serving.svc:5555"
+    alone = _connection(without_plugin())
+    assert alone["url"] == alone["url_tcp"] == data["url_tcp"]
+    assert alone["kv_transfer_config"] == data["kv_transfer_config_tcp"]
+    assert "resource" not in alone
 
 
 def _connection(spec: Spec) -> dict[str, str]:
@@ -285,7 +340,8 @@ def test_labels_that_select_the_agents_cannot_be_taken_from_them() -> None:
 
 def test_root_is_root() -> None:
     """Who asks for user 0 gets pods that the kubelet starts."""
-    security = pod_of(spec_with(security={"runAsUser": 0}))["securityContext"]
+    off = {"devicePlugin": {"mode": "Disabled"}}
+    security = pod_of(spec_with(transport=off, security={"runAsUser": 0}))["securityContext"]
     assert security["runAsNonRoot"] is False
 
 

@@ -31,7 +31,9 @@ SPEC = read_spec({"cache": {"size": "1Gi"}})
 
 def settings(spec: Spec = SPEC, **changed: object) -> ReapingSettings:
     """Return what an agent reports that follows a spec."""
-    written = {n.replace("-", "_"): v for n, v in reaping_settings(spec, uid=UID).items()}
+    written = {
+        n.replace("-", "_"): v for n, v in reaping_settings(spec, uid=UID, name="kv").items()
+    }
     return msgspec.convert({**written, **changed}, ReapingSettings, strict=False)
 
 
@@ -53,7 +55,7 @@ def daemon_set(
 
 def agents(count: int = 2, **state: object) -> Sequence[AgentSeen]:
     """Make agents that are connected and say they are well, or what is given."""
-    known: dict[str, Any] = {"settings": settings(), **state}
+    known: dict[str, Any] = {"settings": settings(), "device_plugin": "registered", **state}
     return [AgentSeen(f"n{number}", True, AgentState(**known)) for number in range(count)]  # noqa: FBT003  # complete
 
 
@@ -92,6 +94,7 @@ def test_all_is_well() -> None:
         "Progressing": "False",
         "ReaperHealthy": "True",
         "HintsFlowing": "True",
+        "DevicePlugin": "True",
     }
     assert (status.desired_nodes, status.ready_nodes, status.updated_nodes) == (2, 2, 2)
     assert status.registered_workers == 3
@@ -157,6 +160,27 @@ def test_all_is_well() -> None:
             "HintsFlowing",
             ("Unknown", "NoAgents"),
         ),
+        (
+            replace(WELL, agents=agents(device_plugin="conflict")),
+            "DevicePlugin",
+            ("False", "ResourceTaken"),
+        ),
+        (
+            replace(WELL, agents=agents(device_plugin="failing")),
+            "DevicePlugin",
+            ("False", "PluginFails"),
+        ),
+        (
+            replace(WELL, agents=agents(device_plugin="no_kubelet")),
+            "DevicePlugin",
+            ("False", "KubeletMissing"),
+        ),
+        (
+            replace(WELL, agents=agents(device_plugin="")),
+            "DevicePlugin",
+            ("Unknown", "PluginNotOffered"),
+        ),
+        (replace(WELL, agents=()), "DevicePlugin", ("Unknown", "NoAgentReported")),
     ],
 )
 def test_conditions(seen: Seen, kind: str, answer: tuple[str, str]) -> None:
@@ -174,6 +198,7 @@ def test_conditions(seen: Seen, kind: str, answer: tuple[str, str]) -> None:
         ),
         (replace(WELL, agents=agents(releases_stuck=1)), "ReleaseStuck"),
         (replace(WELL, agents=()), "AgentsNotConnected"),
+        (replace(WELL, agents=agents(1, device_plugin="conflict")), "ResourceTaken"),
     ],
 )
 def test_ready_shows_what_is_to_be_mended_first(seen: Seen, reason: str) -> None:
@@ -194,6 +219,29 @@ def test_a_reaper_that_is_not_to_reap_is_healthy(reaping: dict[str, Any], reason
     """And says so."""
     spec = read_spec({"cache": {"size": "1Gi"}, "reaping": reaping})
     assert said(replace(WELL, spec=spec), "ReaperHealthy") == ("True", reason)
+
+
+def test_a_resource_that_another_server_has() -> None:
+    """Two servers of one name on a node: the nodes and the agent's words are in the message."""
+    taken = agents(1, device_plugin="conflict", device_plugin_problem="another plugin has it")
+    message = verdict(replace(WELL, agents=[*taken, *agents(2)]), "DevicePlugin").message
+    assert message.startswith("Another agent on n0 offers lmcache-kube.dev/kv: ")
+    assert message.endswith(" The agent says: another plugin has it.")
+
+
+def test_a_device_plugin_that_is_switched_off_is_no_trouble() -> None:
+    """It is not True, and the server is ready all the same, also without one that says so."""
+    spec = read_spec(
+        {"cache": {"size": "1Gi"}, "transport": {"devicePlugin": {"mode": "Disabled"}}}
+    )
+    off = replace(WELL, spec=spec, agents=agents(device_plugin=""))
+    assert said(off, "DevicePlugin") == ("False", "DevicePluginDisabled")
+    assert said(off, "Ready") == ("True", "Ready")
+
+
+def test_agents_of_an_earlier_release_are_ready_without_a_device_plugin() -> None:
+    """When they are replaced is a person's choice."""
+    assert said(replace(WELL, agents=agents(device_plugin="")), "Ready") == ("True", "Ready")
 
 
 def test_hints_that_are_switched_off_are_no_trouble() -> None:

@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_nodeagent.operator_link.messages import EntryKind, JournalEntry, PodOwner, PodRun
+from lmcache_nodeagent.operator_link.messages import (
+    EntryKind,
+    JournalEntry,
+    PodOwner,
+    PodRun,
+    SlotPod,
+)
 from lmcache_operator.errors import ApiError, Forbidden, NotFound
 from lmcache_operator.events.journal import MAX_WAITING
 from lmcache_operator.events.objects import Involved, Origin, event_name, event_object
@@ -19,6 +25,7 @@ from lmcache_operator.events.wording import (
     message_of,
     reason_of,
     size_in_words,
+    type_of,
 )
 from tests.fakes.flow_world import BEGAN, SERVER, FlowWorld
 from tests.fakes.scripted_agent import ScriptedAgent
@@ -68,6 +75,9 @@ class TestWording:
             ("pod_hint", "ended_unreported", "its pod was found ended"),
             ("pod_hint", "", "its end was noticed"),
             ("process_exit", "", "its process exited"),
+            ("slot_restarted", "", "the kubelet began to start the next container in its slot"),
+            ("slot_released", "", "its pod no longer had the slot"),
+            ("pod_hint", "slot_released", "its pod no longer had the slot"),
             ("connection_closed", "", "its connection closed"),
             ("connection_closed", "pod_gone", "its connection closed"),
             ("heartbeat_timeout", "", "it was last heard"),
@@ -99,6 +109,30 @@ class TestWording:
         """Each has a reason to filter by, and says what became of the worker."""
         assert reason_of(kind) == reason
         assert words in message_of(entry(kind=kind), "n1")
+
+    def test_a_start_that_waited(self) -> None:
+        """On the new container: which one, for what, and how it ended."""
+        held = entry(
+            kind="start_held",
+            reason="released",
+            evidence=("the start of a container waited 3.2 s",),
+            slot="5",
+            slot_pod=SlotPod(namespace="default", name="w-2", container="engine"),
+        )
+        assert reason_of("start_held") == "ContainerStartHeld"
+        assert type_of(held) == "Normal"
+        assert message_of(held, "n1") == (
+            "The start of container default/w-2 (engine) waited for memory of an earlier one, "
+            "instance 7 of demo/model on node n1: that is back, and it starts. "
+            "Evidence: the start of a container waited 3.2 s."
+        )
+
+    def test_a_start_that_waited_in_vain(self) -> None:
+        """It may fail for want of memory, so somebody should look."""
+        held = entry(kind="start_held", reason="gave_up")
+        assert type_of(held) == "Warning"
+        assert "still mapped, and it starts all the same" in message_of(held, "n1")
+        assert "preStartWaitSeconds" in message_of(held, "n1")
 
     def test_lost_entries_are_mentioned(self) -> None:
         """The agent keeps only so many."""
@@ -186,6 +220,22 @@ class TestPosting:
         summary = world.flow.summary(SERVER)
         assert (summary.reaps_total, summary.last_reason) == (1, "container_terminated")
         assert summary.last_reap_time == "2023-11-14T22:13:20.000000Z"
+
+    @in_virtual_time
+    async def test_a_held_start_is_told_on_the_pod_that_waited(self) -> None:
+        """Not on the one whose memory it waited for; on that one if it is not known which."""
+        world, agent = await started()
+        world.put_pod("w-2")
+        await world.settle()
+        waiting = SlotPod(namespace="default", name="w-2", container="engine")
+        agent.write(entry(1, "start_held", reason="released", slot="5", slot_pod=waiting))
+        unknown = SlotPod(namespace="default", name="w-3", container="engine")
+        agent.write(entry(2, "start_held", reason="gave_up", slot="5", slot_pod=unknown))
+        await world.settle()
+        told = [note[1] for note in world.cluster.notes("ContainerStartHeld")]
+        assert sorted(told) == ["kv", "kv", "w", "w-2"]
+        assert agent.acknowledged == 2
+        assert world.flow.summary(SERVER).reaps_total == 0
 
     @in_virtual_time
     async def test_the_pod_is_gone(self) -> None:

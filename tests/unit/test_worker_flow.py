@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
-from lmcache_nodeagent.operator_link.messages import InstanceReport
+from lmcache_nodeagent.operator_link.messages import InstanceReport, SlotPod
 from lmcache_operator.agents.registry import ServerRef
 from lmcache_operator.errors import Forbidden
 from tests.fakes.flow_world import BEGAN, SERVER, FlowWorld
@@ -82,6 +83,20 @@ class TestMapping:
         world.put_pod()
         await world.settle()
         assert agent.mapped_to(report) == "uid-w"
+        assert world.flow.summary(SERVER).unmapped == {}
+
+    @in_virtual_time
+    async def test_the_kubelet_names_the_pod_a_moment_later(self) -> None:
+        """Over a slot there is no address; the pod is annotated as soon as the slot is listed."""
+        world, agent = await started()
+        report = agent.register(7, at=BEGAN, peer="", slot="5")
+        await world.settle()
+        assert world.flow.summary(SERVER).unmapped == {"slot_unlisted": 1}
+        owner = SlotPod(namespace="default", name="w", container="engine")
+        agent.change(msgspec.structs.replace(report, slot_pod=owner))
+        await world.settle()
+        assert agent.mapped_to(report) == "uid-w"
+        assert world.annotation() == "7"
         assert world.flow.summary(SERVER).unmapped == {}
 
     @in_virtual_time

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from lmcache_nodeagent.operator_link.messages import SlotPod
 from lmcache_operator.workers.mapping import Mapping, Registration, Unmapped, map_instance
 from lmcache_operator.workers.pod import Pod, read_pod
 from tests.fakes.pods import Json, container_status, pod, running, terminated
@@ -128,6 +131,68 @@ class TestByAddress:
     def test_a_unix_socket_has_no_address(self) -> None:
         """Then silence and the process itself have to tell."""
         assert map_instance(origin(peer=""), pods(pod(RUNS))) is Unmapped.NO_ADDRESS
+
+
+class TestBySlot:
+    """The kubelet itself says whose it is; nothing else is looked at."""
+
+    whose = SlotPod(namespace="default", name="pod-uid-2", container="engine")
+
+    def over_slot(self, owner: SlotPod | None, **changes: float | str) -> Registration:
+        """Make a registration that came over slot 5."""
+        came = Registration("n1", "", 1010.0, slot="5", slot_pod=owner)
+        return replace(came, **changes)  # type: ignore[arg-type]
+
+    def test_the_kubelet_names_the_pod(self) -> None:
+        """Among others, without an address, and also if all of them share the node's."""
+        one = pod(RUNS, host_network=True, addresses=("10.0.0.1",))
+        two = pod(RUNS, host_network=True, addresses=("10.0.0.1",), uid="uid-2")
+        found = map_instance(self.over_slot(self.whose), pods(one, two))
+        assert found == Mapping("uid-2", "engine", "containerd://a")
+
+    def test_it_comes_before_address_and_claim(self) -> None:
+        """Whatever the worker says of itself, and wherever it seems to come from."""
+        other, its = pod(RUNS), pod(RUNS, uid="uid-2", addresses=("10.1.0.2",))
+        lies = self.over_slot(self.whose, peer="10.1.0.1", claimed_uid="uid-1")
+        assert map_instance(lies, pods(other, its)) == Mapping("uid-2", "engine", "containerd://a")
+
+    def test_the_container_is_known_too(self) -> None:
+        """Of several, whatever the spec names."""
+        several = pod(
+            RUNS,
+            container_status("proxy", running(BEGAN)),
+            containers=("engine", "proxy"),
+            uid="uid-2",
+        )
+        registration = self.over_slot(self.whose)
+        found = map_instance(registration, pods(several), container_name="proxy")
+        assert found == Mapping("uid-2", "engine", "containerd://a")
+
+    def test_the_kubelet_has_not_said_it_yet(self) -> None:
+        """Then nobody knows, and no address is taken instead."""
+        came = self.over_slot(None, peer="10.1.0.1")
+        assert map_instance(came, pods(pod(RUNS))) is Unmapped.SLOT_UNLISTED
+
+    def test_a_pod_that_is_no_worker(self) -> None:
+        """It lacks the label, or is in another namespace; or only just begins."""
+        came = self.over_slot(self.whose)
+        assert map_instance(came, pods(pod(RUNS))) is Unmapped.SLOT_POD_UNKNOWN
+        elsewhere = replace_namespace(self.whose, "other")
+        its = pod(RUNS, uid="uid-2")
+        assert map_instance(self.over_slot(elsewhere), pods(its)) is Unmapped.SLOT_POD_UNKNOWN
+        pending = pods(pod(phase="Pending", uid="uid-2"))
+        assert map_instance(came, pending) is Unmapped.SLOT_POD_UNKNOWN
+
+    def test_a_later_pod_of_the_same_name(self) -> None:
+        """A StatefulSet's: the one that had the slot is gone, and this one is another."""
+        later = pod(container_status("engine", running(1020)), uid="uid-2")
+        found = map_instance(self.over_slot(self.whose), pods(later))
+        assert found is Unmapped.REGISTERED_EARLIER
+
+
+def replace_namespace(owner: SlotPod, namespace: str) -> SlotPod:
+    """Return a pod of the same name elsewhere."""
+    return SlotPod(namespace=namespace, name=owner.name, container=owner.container)
 
 
 class TestByClaim:

@@ -201,25 +201,3 @@ class Reaping(Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_
     ] = False
     hints: Hints = Hints()
     stuck_release: StuckRelease = StuckRelease()
-
-
-class Transport(Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    """How the agents' pods reach the memory and the processes of worker pods."""
-
-    memory_sharing: Annotated[
-        Literal["None", "HostShm", "HostIPC"],
-        Meta(
-            description="None: workers send and get the bytes in messages, which costs several "
-            "copies. HostShm: both pods mount the node's /dev/shm and share it. HostIPC: "
-            "both pods use the node's IPC namespace, which CUDA needs without isolated IPC. "
-            "HostShm and HostIPC need a namespace whose Pod Security level is privileged."
-        ),
-    ] = "None"
-    unix_socket: Annotated[
-        Literal["Disabled", "HostPath"],
-        Meta(
-            description="HostPath: workers may also connect over a Unix socket in a folder of the "
-            "node that both pods mount; the end of their process is then proven at once. It needs "
-            "a namespace whose Pod Security level is privileged."
-        ),
-    ] = "Disabled"

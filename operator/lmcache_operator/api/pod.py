@@ -65,10 +65,10 @@ class Gpu(Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fiel
 
 
 class Security(Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    """The user that agents run as.
+    """The user that agents run as while transport.devicePlugin.mode is Disabled.
 
     With memory sharing it must be able to open what the workers create: take the workers' user or
-    group.
+    group. With the device plugin agents are root, in this group.
     """
 
     run_as_user: Annotated[int, _UID, Meta(description="User id.")] = 65532

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from lmcache_operator.api.agent import Cache, Reaping, Server, Transport
+from lmcache_operator.api.agent import Cache, Reaping, Server
 from lmcache_operator.api.fields import FreeForm, free, free_with, listed, mapped, text
 from lmcache_operator.api.pod import (
     EnvVar,
@@ -17,6 +17,7 @@ from lmcache_operator.api.pod import (
     Toleration,
     UpdateStrategy,
 )
+from lmcache_operator.api.transport import Transport
 from lmcache_operator.api.workers import Workers
 
 _LabelValue = Annotated[str, Meta(max_length=63, description="Value of a label.")]

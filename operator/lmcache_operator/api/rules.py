@@ -32,6 +32,15 @@ OWNED_FLAGS = {
     "--eviction-ratio": "spec.cache.eviction.evictPercent",
     "--shm-name": "spec.transport.memorySharing",
     "--supported-transfer-mode": "spec.transport.memorySharing",
+    "--device-plugin-resource": "spec.transport.devicePlugin.mode",
+    "--device-plugin-slots": "spec.transport.devicePlugin.slots",
+    "--device-plugin-folder": "no field: the kubelet has one place for it",
+    "--slots-folder": "no field: agents have a folder of their own on the node",
+    "--slots-host-folder": "no field: agents have a folder of their own on the node",
+    "--prestart-wait-seconds": "spec.transport.devicePlugin.preStartWaitSeconds",
+    "--slot-shared-memory-bytes": "spec.transport.devicePlugin.sharedMemory",
+    "--slot-shared-memory-folder": "spec.transport.devicePlugin.sharedMemory",
+    "--slot-shared-memory-host-folder": "spec.transport.devicePlugin.sharedMemory",
     "--max-cpu-workers": "spec.server.maxCPUWorkers",
     "--max-gpu-workers": "spec.server.maxGPUWorkers",
     "--worker-reap-timeout-seconds": "spec.reaping.reapTimeoutSeconds",
@@ -85,6 +94,7 @@ def all_rules() -> Iterator[Rule]:
     """Yield every rule beside those that belong to a single flag's bounds."""
     yield from _windows()
     yield from _size()
+    yield from _shared_memory()
     yield from _server()
     yield from _selector()
     yield from _pods()
@@ -151,32 +161,50 @@ def size_bounds_bytes() -> tuple[int, int]:
     return math.ceil(bounds.low * GIB), math.floor(bounds.high * GIB)
 
 
+def shared_memory_bounds_bytes() -> tuple[int, int]:
+    """Return the least and the largest shared memory of a slot, in bytes; 0 is off."""
+    bounds = FLAGS["slot_shared_memory_bytes"].flag.bounds
+    assert bounds is not None, "the shared memory has bounds"
+    return math.ceil(bounds.low), math.floor(bounds.high)
+
+
 def _size() -> Iterator[Rule]:
     """A quantity of bytes, within the bounds of the agent's flag."""
-    at, given = "spec.cache.size", "quantity(string(self))"
     least, most = size_bounds_bytes()
-    is_quantity = "(type(self) == int || isQuantity(self))"
-    yield Rule(
-        at,
-        is_quantity,
-        "size must be a quantity of bytes: write 20Gi, 500M or a plain number",
-        "'size is \"%s\", but must be a quantity of bytes: write 20Gi, 500M or a plain number'"
-        ".format([self])",
-    )
     too_small = f"must be {least} bytes (0.001 GiB) or more: raise it to 2Mi or more"
+    yield from _quantity("spec.cache.size", "20Gi", (least, too_small), most)
+
+
+def _shared_memory() -> Iterator[Rule]:
+    least, most = shared_memory_bounds_bytes()
+    too_small = "must be 0 (off) or 1Mi or more: raise it to 1Mi"
+    at = "spec.transport.devicePlugin.sharedMemory"
+    yield from _quantity(at, "64Gi", (least, too_small), most, zero_is_off=True)
+
+
+def _quantity(
+    at: str, example: str, least: tuple[int, str], most: int, *, zero_is_off: bool = False
+) -> Iterator[Rule]:
+    """A quantity of bytes within bounds; `least` comes with the words for what is below it."""
+    name, given = at.rpartition(".")[2], "quantity(string(self))"
+    is_quantity = "(type(self) == int || isQuantity(self))"
+    form = f"must be a quantity of bytes: write {example}, 500M or a plain number"
+    yield Rule(at, is_quantity, f"{name} {form}", f"'{name} is \"%s\", but {form}'.format([self])")
+    limit, too_small = least
+    is_off = f"{given}.compareTo(quantity('0')) == 0 || " if zero_is_off else ""
     yield Rule(
         at,
         # Parts of a byte count as one, as they do for the agent.
-        f"!{is_quantity} || {given}.compareTo(quantity('{least - 1}')) > 0",
-        f"size {too_small}",
-        f"'size is %s, but {too_small}'.format([self])",
+        f"!{is_quantity} || {is_off}{given}.compareTo(quantity('{limit - 1}')) > 0",
+        f"{name} {too_small}",
+        f"'{name} is %s, but {too_small}'.format([self])",
     )
     too_large = f"must be {most // GIB}Gi or less: lower it"
     yield Rule(
         at,
         f"!{is_quantity} || {given}.compareTo(quantity('{most}')) <= 0",
-        f"size {too_large}",
-        f"'size is %s, but {too_large}'.format([self])",
+        f"{name} {too_large}",
+        f"'{name} is %s, but {too_large}'.format([self])",
     )
 
 

@@ -57,7 +57,9 @@ class Condition(Struct, frozen=True, kw_only=True, rename="camel"):
     """One aspect of the state, as Kubernetes conditions are."""
 
     type: Annotated[
-        Literal["Ready", "Available", "Progressing", "ReaperHealthy", "HintsFlowing"],
+        Literal[
+            "Ready", "Available", "Progressing", "ReaperHealthy", "HintsFlowing", "DevicePlugin"
+        ],
         Meta(description="Which aspect."),
     ]
     status: Annotated[Literal["True", "False", "Unknown"], Meta(description="Whether it holds.")]
@@ -101,7 +103,8 @@ class Status(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=Tr
         listed(
             "Ready sums up the others. Available: every node has a ready agent. Progressing: pods "
             "are being replaced. ReaperHealthy: dead workers' memory is released. HintsFlowing: "
-            "agents are connected to the operator.",
+            "agents are connected to the operator. DevicePlugin: kubelets know the resource by "
+            "which workers reach their agent.",
             most=16,
             kind="map",
             key="type",

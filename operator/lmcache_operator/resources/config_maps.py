@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import PurePosixPath
 
 from lmcache_operator import names
 from lmcache_operator.agents.registry import ServerRef
 from lmcache_operator.api.root import Spec
 from lmcache_operator.cluster import KubeObject
 from lmcache_operator.resources.metadata import labelled, owned
-from lmcache_operator.spec import SOCKET_PATH, reaping_settings
+from lmcache_operator.spec import (
+    SOCKET_FOLDER,
+    SOCKET_PATH,
+    has_device_plugin,
+    reaping_settings,
+)
 
 _MOST_HEARTBEATS_WAITED = 3
 _LEAST_PATIENCE_SECONDS = 30
@@ -20,7 +24,7 @@ _MOST_PATIENCE_SECONDS = 60
 
 def build_reaping(server: ServerRef, spec: Spec) -> KubeObject:
     """Return the live settings: a mounted file, so that an edit costs no pod its cache."""
-    settings = reaping_settings(spec, uid=server.uid)
+    settings = reaping_settings(spec, uid=server.uid, name=server.name)
     text = json.dumps(settings, indent=2) + "\n"
     return owned(server, "ConfigMap", "v1", names.reaping_config_map(server.name)) | {
         "data": {names.REAPING_KEY: text}
@@ -71,14 +75,20 @@ def _transfer_mode(spec: Spec) -> str:
 def _connection(server: ServerRef, spec: Spec) -> dict[str, str]:
     """Return values that a pod takes one by one, by `configMapKeyRef`.
 
-    Over the Service always; over the Unix socket too for pods that mount its folder.
+    The first way is that of the device plugin, where agents have one. Over TCP any worker may come.
     """
     host = f"{names.service(server.name)}.{server.namespace}.svc"
     port = spec.server.port
-    over_tcp = {"lmcache.mp.host": f"tcp://{host}", "lmcache.mp.port": port}
+    tcp_config = _transfer_config(
+        spec, {"lmcache.mp.host": f"tcp://{host}", "lmcache.mp.port": port}
+    )
+    tcp_url, socket_url = f"tcp://{host}:{port}", f"ipc://{SOCKET_PATH}"
+    socket_config = _transfer_config(spec, {"lmcache.mp.server_urls": [socket_url]})
     data = {
-        "kv_transfer_config": _transfer_config(spec, over_tcp),
-        "url": f"tcp://{host}:{port}",
+        "kv_transfer_config": tcp_config,
+        "url": tcp_url,
+        "kv_transfer_config_tcp": tcp_config,
+        "url_tcp": tcp_url,
         "host": host,
         "port": str(port),
         "chunk_size": str(spec.server.chunk_size),
@@ -86,11 +96,13 @@ def _connection(server: ServerRef, spec: Spec) -> dict[str, str]:
         "request_timeout_seconds": str(patience_seconds(spec)),
         "transfer_mode": _transfer_mode(spec),
     }
+    if has_device_plugin(spec):
+        data["kv_transfer_config"], data["url"] = socket_config, socket_url
+        data["resource"] = names.device_resource(server.name)
     if spec.transport.unix_socket == "HostPath":
-        over_socket = {"lmcache.mp.server_urls": [f"ipc://{SOCKET_PATH}"]}
-        data["kv_transfer_config_unix_socket"] = _transfer_config(spec, over_socket)
+        data["kv_transfer_config_unix_socket"] = socket_config
         data["unix_socket_host_folder"] = names.socket_folder(server.uid)
-        data["unix_socket_mount_folder"] = str(PurePosixPath(SOCKET_PATH).parent)
+        data["unix_socket_mount_folder"] = SOCKET_FOLDER
     return data
 
 

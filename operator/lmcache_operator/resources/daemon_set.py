@@ -12,8 +12,8 @@ from lmcache_operator.api.root import Spec
 from lmcache_operator.cluster import KubeObject
 from lmcache_operator.resources.agent_resources import agent_resources
 from lmcache_operator.resources.metadata import owned
-from lmcache_operator.resources.volumes import SOCKET_FOLDER, own_volumes
-from lmcache_operator.spec import agent_arguments
+from lmcache_operator.resources.volumes import own_volumes
+from lmcache_operator.spec import SOCKET_FOLDER, agent_arguments, has_device_plugin
 
 CONTAINER = "agent"
 
@@ -31,6 +31,10 @@ _HARDENED = {
     "readOnlyRootFilesystem": True,
     "capabilities": {"drop": ["ALL"]},
 }
+
+# What root needs of root's powers: to hand folders to workers' groups, and to open and remove what
+# workers of any user have made in them.
+_PLUGIN_CAPABILITIES = ["CHOWN", "DAC_OVERRIDE", "FOWNER"]
 
 
 def build_daemon_set(server: ServerRef, spec: Spec, *, default_image: str) -> KubeObject:
@@ -110,18 +114,25 @@ def _pod(server: ServerRef, spec: Spec, default_image: str) -> dict[str, Any]:
         "volumes": [*volumes, *spec.volumes],
         **{name: value for name, value in optional.items() if value},
     }
-    if spec.transport.unix_socket == "HostPath":
+    if spec.transport.unix_socket == "HostPath" and not has_device_plugin(spec):
         pod["initContainers"] = [_socket_folder_maker(spec, default_image)]
     return pod
 
 
 def _pod_security(spec: Spec) -> dict[str, Any]:
+    user = 0 if has_device_plugin(spec) else spec.security.run_as_user
     return {
-        "runAsUser": spec.security.run_as_user,
+        "runAsUser": user,
         "runAsGroup": spec.security.run_as_group,
-        "runAsNonRoot": spec.security.run_as_user != 0,
+        "runAsNonRoot": user != 0,
         "seccompProfile": {"type": "RuntimeDefault"},
     }
+
+
+def _container_security(spec: Spec) -> dict[str, Any]:
+    if not has_device_plugin(spec):
+        return _HARDENED
+    return {**_HARDENED, "capabilities": {"drop": ["ALL"], "add": _PLUGIN_CAPABILITIES}}
 
 
 def _container(server: ServerRef, spec: Spec, default_image: str) -> dict[str, Any]:
@@ -131,14 +142,14 @@ def _container(server: ServerRef, spec: Spec, default_image: str) -> dict[str, A
         "image": image_reference(spec, default_image),
         "imagePullPolicy": spec.image.pull_policy,
         "command": ["lmcache-nodeagent"],
-        "args": agent_arguments(spec, uid=server.uid),
+        "args": agent_arguments(spec, uid=server.uid, name=server.name),
         "env": _variables(spec),
         "ports": [
             {"name": "messages", "containerPort": spec.server.port, "protocol": "TCP"},
             {"name": "http", "containerPort": spec.server.http_port, "protocol": "TCP"},
         ],
         "resources": agent_resources(spec),
-        "securityContext": _HARDENED,
+        "securityContext": _container_security(spec),
         "volumeMounts": [*mounts, *spec.volume_mounts],
         "startupProbe": {
             **_get("/readyz"),

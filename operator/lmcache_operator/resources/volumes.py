@@ -13,10 +13,16 @@ from lmcache_operator.agents.registry import ServerRef
 from lmcache_operator.api.root import Spec
 from lmcache_operator.errors import SpecError
 from lmcache_operator.resources.agent_resources import cache_bytes, quantity_text
-from lmcache_operator.spec import SOCKET_PATH
+from lmcache_operator.spec import (
+    SHARED_MEMORY,
+    SOCKET_FOLDER,
+    has_device_plugin,
+    slot_memory_bytes,
+)
 
-SOCKET_FOLDER = str(PurePosixPath(SOCKET_PATH).parent)
-SHARED_MEMORY = "/dev/shm"
+# Fixed places of every kubelet, and of those whose root folder is the usual one.
+_PLUGINS = "/var/lib/kubelet/device-plugins"
+_POD_RESOURCES = "/var/lib/kubelet/pod-resources"
 
 _TOKEN_SECONDS = 3600
 _SHARED_MEMORY_SLACK_BYTES = 64 << 20  # beside the cache: what workers in the pod's IPC share
@@ -66,14 +72,26 @@ def _own_volumes(server: ServerRef, spec: Spec) -> Iterator[Volume]:
     }
     source = {"projected": {"sources": [{"serviceAccountToken": token}]}}
     yield Volume("agent-token", names.TOKEN_FOLDER, source, read_only=True)
-    yield Volume("agent-shm", SHARED_MEMORY, _shared_memory(spec))
-    if spec.transport.unix_socket == "HostPath":
-        folder = {"path": names.socket_folder(server.uid), "type": "DirectoryOrCreate"}
-        yield Volume("agent-socket", SOCKET_FOLDER, {"hostPath": folder})
+    yield Volume("agent-shm", SHARED_MEMORY, _shared_memory(server, spec))
+    if spec.transport.unix_socket == "HostPath" or has_device_plugin(spec):
+        yield Volume("agent-socket", SOCKET_FOLDER, _made_folder(names.socket_folder(server.uid)))
+    if has_device_plugin(spec):
+        plugins = {"hostPath": {"path": _PLUGINS, "type": "Directory"}}
+        yield Volume("agent-device-plugins", _PLUGINS, plugins)
+        # Where the kubelet's root is elsewhere this is empty, and spec.volumes has the real one.
+        yield Volume(
+            "agent-pod-resources", _POD_RESOURCES, _made_folder(_POD_RESOURCES), read_only=True
+        )
 
 
-def _shared_memory(spec: Spec) -> dict[str, Any]:
+def _made_folder(path: str) -> dict[str, Any]:
+    return {"hostPath": {"path": path, "type": "DirectoryOrCreate"}}
+
+
+def _shared_memory(server: ServerRef, spec: Spec) -> dict[str, Any]:
     """Return where the cache lives: the pod's own memory, or what workers of the node share."""
+    if spec.transport.memory_sharing == "None" and slot_memory_bytes(spec):
+        return _made_folder(names.slot_memory_folder(server.uid))
     if spec.transport.memory_sharing == "None":
         limit = quantity_text(cache_bytes(spec) + _SHARED_MEMORY_SLACK_BYTES)
         return {"emptyDir": {"medium": "Memory", "sizeLimit": limit}}

@@ -166,9 +166,7 @@ class Assignments:
         if not pods.is_settled:
             return
         found = mapping.map_instance(
-            mapping.Registration(
-                self._node, report.peer, report.registered_at, report.claimed_pod_uid
-            ),
+            _registration(self._node, report),
             pods.on_node(self._node),
             container_name=rules.container_name,
         )
@@ -201,7 +199,7 @@ class Assignments:
             uid=pod.uid,
             container=found.container or "",
             run=run,
-            owner=_owner(pod),
+            owner=owner_of(pod),
         )
         if where != known.where:
             known.where = where
@@ -302,7 +300,19 @@ def _ends(
     return found or []
 
 
-def _owner(pod: Pod) -> PodOwner | None:
+def _registration(node: str, report: InstanceReport) -> mapping.Registration:
+    return mapping.Registration(
+        node=node,
+        peer=report.peer,
+        registered_at=report.registered_at,
+        claimed_uid=report.claimed_pod_uid,
+        slot=report.slot,
+        slot_pod=report.slot_pod,
+    )
+
+
+def owner_of(pod: Pod) -> PodOwner | None:
+    """Return what controls a pod, in the words of the link."""
     owner = pod.owner
     if owner is None:
         return None

@@ -1,5 +1,8 @@
 """Which pod an instance runs in. Pure.
 
+The slot of the device plugin comes first, since the kubelet itself says whose it is; then the uid
+that the worker sent; then the connection's address.
+
 An address alone does not identify a pod: finished pods keep showing theirs while a new pod uses it,
 and all hostNetwork pods of a node share one. Wherever more than one answer is possible there is
 none, and the instance is judged by its silence.
@@ -11,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from lmcache_nodeagent.operator_link.messages import SlotPod
 from lmcache_operator.workers.evidence import LATE_REGISTRATION_SECONDS, last_end
 from lmcache_operator.workers.pod import Pod, normal_address
 
@@ -18,6 +22,8 @@ from lmcache_operator.workers.pod import Pod, normal_address
 class Unmapped(StrEnum):
     """Why an instance has no pod; a metric's label."""
 
+    SLOT_UNLISTED = "slot_unlisted"
+    SLOT_POD_UNKNOWN = "slot_pod_unknown"
     NO_ADDRESS = "no_address"
     NOBODY = "nobody"
     SEVERAL = "several"
@@ -35,12 +41,16 @@ class Registration:
         peer: IP address of the connection, empty over a Unix socket.
         registered_at: seconds since 1970 by the node's clock.
         claimed_uid: pod uid that the worker sent, empty if it sent none.
+        slot: of the device plugin, empty if it came another way.
+        slot_pod: whose the slot was by the kubelet's word, None while that is not known.
     """
 
     node: str
     peer: str
     registered_at: float
     claimed_uid: str = ""
+    slot: str = ""
+    slot_pod: SlotPod | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +76,10 @@ def map_instance(
         container_name: the engine's container by `spec.workers.containerName`.
     """
     here = [pod for pod in pods if pod.node == registration.node]
-    if registration.claimed_uid:
+    if registration.slot:
+        found = _by_slot(registration, here)
+        container_name = registration.slot_pod.container if registration.slot_pod else None
+    elif registration.claimed_uid:
         found = _claimed(registration, here)
     else:
         found = _by_address(registration, here)
@@ -74,6 +87,20 @@ def map_instance(
         return found
     container = _container_of(found, container_name)
     return Mapping(found.uid, container, _present_run(found, container, registration.registered_at))
+
+
+def _by_slot(registration: Registration, pods: list[Pod]) -> Pod | Unmapped:
+    """Take the pod that had the slot, unless it has only the name of one that is gone."""
+    owner = registration.slot_pod
+    if owner is None:
+        return Unmapped.SLOT_UNLISTED
+    name = (owner.namespace, owner.name)
+    found = next((pod for pod in pods if (pod.namespace, pod.name) == name), None)
+    if found is None:
+        return Unmapped.SLOT_POD_UNKNOWN
+    if not _may_have_run_at(registration.registered_at, found):
+        return Unmapped.REGISTERED_EARLIER
+    return found if found.phase == "Running" or found.is_terminal else Unmapped.SLOT_POD_UNKNOWN
 
 
 def _claimed(registration: Registration, pods: list[Pod]) -> Pod | Unmapped:

@@ -6,15 +6,15 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from lmcache_nodeagent.operator_link.messages import PodRun
+from lmcache_nodeagent.operator_link.messages import JournalEntry, PodRun, SlotPod
 from lmcache_operator.api.root import Spec
 from lmcache_operator.workers.absences import Absence
-from lmcache_operator.workers.assignments import Rules
+from lmcache_operator.workers.assignments import Rules, owner_of
 from lmcache_operator.workers.pod import Pod
 from lmcache_operator.workers.pods import PodWatch
 from lmcache_operator.workers.selection import Selection, selections_of
 from lmcache_operator.workers.view import PodView
-from lmcache_operator.workers.worker_node import Tally, WorkerNode
+from lmcache_operator.workers.worker_node import Stream, Tally, WorkerNode
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,29 @@ class ServerWorkers:
         """Return who runs in the pods of a node, None if that was never said."""
         known = self._nodes.get(node)
         return known.instance_ids if known is not None else None
+
+    def where(self, name: str, stream: Stream, entry: JournalEntry) -> PodRun | None:
+        """Return the pod that an entry of a node's stream is told on.
+
+        That a start was held is told on the pod that had to wait, not on the one it waited for.
+        """
+        waiting = entry.slot_pod if entry.kind == "start_held" else None
+        held = self._run_of(name, waiting) if waiting is not None else None
+        return held or self.node(name).where(stream, entry)
+
+    def _run_of(self, node: str, slot_pod: SlotPod) -> PodRun | None:
+        """Find the pod that has a slot now, of which the kubelet tells no uid."""
+        wanted = (slot_pod.namespace, slot_pod.name)
+        for pod in self.pods.on_node(node):
+            if (pod.namespace, pod.name) == wanted:
+                return PodRun(
+                    namespace=pod.namespace,
+                    name=pod.name,
+                    uid=pod.uid,
+                    container=slot_pod.container,
+                    owner=owner_of(pod),
+                )
+        return None
 
     def compare(self, name: str, *, observed_at: float) -> bool:
         """Compare everything about one node; tell whether what is counted has changed."""

@@ -14,6 +14,12 @@ from tests.cluster.specs.row import (
     yes,
 )
 
+
+def plugin(**fields: object) -> dict[str, object]:
+    """Make the part of a spec about the device plugin."""
+    return {"devicePlugin": fields}
+
+
 WHOLE = (
     Row("nothing but a size", {"cache": {"size": "20Gi"}}),
     Row("no size", {"cache": {}}, "spec.cache.size: Required value", Judge.READER),
@@ -72,6 +78,69 @@ SERVER = (
     reader("unknown sharing", "supported values", transport={"memorySharing": "HostMem"}),
     yes("GPUs", gpu={"vendor": "NVIDIA"}),
     reader("unknown vendor", "supported values", gpu={"vendor": "AMD"}),
+)
+
+_MEMORY = "must be a quantity of bytes: write 64Gi, 500M or a plain number"
+
+PLUGIN = (
+    yes("device plugin off", transport={"devicePlugin": {"mode": "Disabled"}}),
+    yes(
+        "device plugin with everything",
+        transport={
+            "devicePlugin": {
+                "mode": "Enabled",
+                "slots": 1024,
+                "sharedMemory": "8Gi",
+                "preStartWaitSeconds": 25,
+            }
+        },
+    ),
+    yes("a single slot that never waits", transport=plugin(slots=1, preStartWaitSeconds=0)),
+    reader("unknown mode", "supported values", transport=plugin(mode="On")),
+    agent("no slot", at_least("transport.devicePlugin.slots", 1), transport=plugin(slots=0)),
+    agent(
+        "1025 slots",
+        at_most("transport.devicePlugin.slots", 1024),
+        transport=plugin(slots=1025),
+    ),
+    agent(
+        "a wait that the kubelet would not have",
+        at_most("transport.devicePlugin.preStartWaitSeconds", 25),
+        transport=plugin(preStartWaitSeconds=26),
+    ),
+    agent(
+        "a wait below zero",
+        at_least("transport.devicePlugin.preStartWaitSeconds", 0),
+        transport=plugin(preStartWaitSeconds=-1),
+    ),
+    *(
+        yes(f"shared memory of {size!r}", transport=plugin(sharedMemory=size))
+        for size in (0, "0", "0Gi", "0e3", "1Mi", "1048576", 1048576, "1.5Gi", "1Pi")
+    ),
+    *(
+        Row(
+            f"shared memory of {size!r}",
+            spec_of(transport=plugin(sharedMemory=size)),
+            f'sharedMemory is "{size}", but {_MEMORY}',
+            Judge.AGENT,
+        )
+        for size in ("4GB", "lots", "")
+    ),
+    *(
+        Row(
+            f"shared memory of {size!r}",
+            spec_of(transport=plugin(sharedMemory=size)),
+            f"sharedMemory is {size}, but must be 0 (off) or 1Mi or more: raise it to 1Mi",
+            Judge.AGENT,
+        )
+        for size in (1, "1Ki", -1, "1048575")
+    ),
+    Row(
+        "shared memory of '2Pi'",
+        spec_of(transport=plugin(sharedMemory="2Pi")),
+        "sharedMemory is 2Pi, but must be 1048576Gi or less: lower it",
+        Judge.AGENT,
+    ),
 )
 
 PODS = (
