@@ -77,17 +77,23 @@ def config(namespace: str, operator: Manifest) -> OperatorConfig:
     return parse_config(given["args"], variables)
 
 
+@pytest.fixture(params=["", "-tcp"])
+def way(request: pytest.FixtureRequest) -> str:
+    """By the device plugin, or over TCP."""
+    return str(request.param)
+
+
 @pytest.fixture
-def example() -> Manifest:
+def example(way: str) -> Manifest:
     """The server that people try first."""
-    (found,) = documents(EXAMPLES / "lmcacheserver.yaml")
+    (found,) = documents(EXAMPLES / f"lmcacheserver{way}.yaml")
     return found
 
 
 @pytest.fixture
-def worker() -> Manifest:
+def worker(way: str) -> Manifest:
     """The Deployment of its workers."""
-    (found,) = documents(EXAMPLES / "worker-deployment.yaml")
+    (found,) = documents(EXAMPLES / f"worker-deployment{way}.yaml")
     return found
 
 
@@ -223,16 +229,39 @@ def test_the_example_worker_belongs_to_the_example_server(
     assert all(f"$({name})" in arguments for name in names_taken)
 
 
-def test_the_example_worker_shares_its_memory(example: Manifest, worker: Manifest) -> None:
-    """It mounts what the agent mounts, as the same user."""
-    spec = read_spec(example["spec"])
-    agent = build_daemon_set(reference(example), spec, default_image="a:1")
+def test_the_example_worker_over_tcp_shares_its_memory() -> None:
+    """It mounts what the agent mounts, in the agent's group, and takes the keys for TCP."""
+    (server,) = documents(EXAMPLES / "lmcacheserver-tcp.yaml")
+    (worker,) = documents(EXAMPLES / "worker-deployment-tcp.yaml")
+    agent = build_daemon_set(reference(server), read_spec(server["spec"]), default_image="a:1")
     theirs, its = agent["spec"]["template"]["spec"], worker["spec"]["template"]["spec"]
-    for name in ("runAsUser", "runAsGroup"):
-        assert its["securityContext"][name] == theirs["securityContext"][name]
+    assert its["securityContext"]["runAsGroup"] == theirs["securityContext"]["runAsGroup"]
     shared = {"path": "/dev/shm", "type": "Directory"}
     for pod in (theirs, its):
         assert shared in [volume.get("hostPath") for volume in pod["volumes"]]
+    keys = [item["valueFrom"]["configMapKeyRef"]["key"] for item in _taken(worker)]
+    assert keys == ["kv_transfer_config_tcp"]
+
+
+def test_the_example_worker_asks_for_its_agent_and_for_nothing_else() -> None:
+    """One line; no host path, no IPC of the node, and all that the level `restricted` demands."""
+    (server,) = documents(EXAMPLES / "lmcacheserver.yaml")
+    (worker,) = documents(EXAMPLES / "worker-deployment.yaml")
+    (connection,) = build_connections(reference(server), read_spec(server["spec"]))
+    it, pod = container(worker), worker["spec"]["template"]["spec"]
+    assert it["resources"]["limits"][connection["data"]["resource"]] == 1
+    assert not any("hostPath" in volume for volume in pod["volumes"])
+    assert not pod.keys() & {"hostIPC", "hostPID", "hostNetwork"}
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert it["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
+def _taken(deployment: Manifest) -> list[Manifest]:
+    return [item for item in container(deployment)["env"] if "valueFrom" in item]
 
 
 def test_the_image_holds_what_the_tests_ran_with() -> None:

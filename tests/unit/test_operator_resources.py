@@ -294,12 +294,22 @@ def test_workers_wait_for_answers_neither_briefly_nor_for_ever(
     [("None", "engine_driven"), ("HostShm", "lmcache_driven"), ("HostIPC", "lmcache_driven")],
 )
 def test_workers_copy_themselves_where_no_memory_is_shared(sharing: str, mode: str) -> None:
-    """They are told so, and agents serve both modes."""
-    spec = spec_with(transport={"memorySharing": sharing})
+    """They are told so, for each way, and agents serve both modes."""
+    spec = without_plugin(memorySharing=sharing)
     data = _connection(spec)
     extra = json.loads(data["kv_transfer_config"])["kv_connector_extra_config"]
     assert data["transfer_mode"] == extra["lmcache.mp.mp_transfer_mode"] == mode
-    assert "--supported-transfer-mode=auto" in agent_arguments(spec, uid="uid")
+    assert "--supported-transfer-mode=auto" in agent_arguments(spec, uid="uid", name="kv")
+    both = _connection(spec_with(transport={"memorySharing": sharing}))
+    over_tcp = json.loads(both["kv_transfer_config_tcp"])["kv_connector_extra_config"]
+    assert over_tcp["lmcache.mp.mp_transfer_mode"] == mode
+    assert both["transfer_mode"] == "lmcache_driven"
+
+
+def test_slots_without_shared_memory_copy_themselves() -> None:
+    """As over TCP: the bytes go through the slot's socket."""
+    data = _connection(spec_with(transport={"devicePlugin": {"sharedMemory": 0}}))
+    assert data["transfer_mode"] == "engine_driven"
 
 
 def test_connections_stand_where_workers_are() -> None:

@@ -15,6 +15,7 @@ from lmcache_operator.spec import (
     SOCKET_PATH,
     has_device_plugin,
     reaping_settings,
+    slot_memory_bytes,
 )
 
 _MOST_HEARTBEATS_WAITED = 3
@@ -67,9 +68,9 @@ def patience_seconds(spec: Spec) -> int:
     return min(max(missed, _LEAST_PATIENCE_SECONDS), _MOST_PATIENCE_SECONDS)
 
 
-def _transfer_mode(spec: Spec) -> str:
+def _transfer_mode(*, shares_memory: bool) -> str:
     """Choose who copies: without shared memory only the worker can, by sending the bytes."""
-    return "engine_driven" if spec.transport.memory_sharing == "None" else "lmcache_driven"
+    return "lmcache_driven" if shares_memory else "engine_driven"
 
 
 def _connection(server: ServerRef, spec: Spec) -> dict[str, str]:
@@ -79,11 +80,15 @@ def _connection(server: ServerRef, spec: Spec) -> dict[str, str]:
     """
     host = f"{names.service(server.name)}.{server.namespace}.svc"
     port = spec.server.port
-    tcp_config = _transfer_config(
-        spec, {"lmcache.mp.host": f"tcp://{host}", "lmcache.mp.port": port}
-    )
     tcp_url, socket_url = f"tcp://{host}:{port}", f"ipc://{SOCKET_PATH}"
-    socket_config = _transfer_config(spec, {"lmcache.mp.server_urls": [socket_url]})
+    over_tcp = {"lmcache.mp.host": f"tcp://{host}", "lmcache.mp.port": port}
+    over_socket = {"lmcache.mp.server_urls": [socket_url]}
+    shared = spec.transport.memory_sharing != "None"
+    tcp_mode = _transfer_mode(shares_memory=shared)
+    has_plugin = has_device_plugin(spec)
+    mode = _transfer_mode(shares_memory=slot_memory_bytes(spec) > 0 if has_plugin else shared)
+    tcp_config = _transfer_config(spec, tcp_mode, over_tcp)
+    socket_config = _transfer_config(spec, mode, over_socket)
     data = {
         "kv_transfer_config": tcp_config,
         "url": tcp_url,
@@ -94,9 +99,9 @@ def _connection(server: ServerRef, spec: Spec) -> dict[str, str]:
         "chunk_size": str(spec.server.chunk_size),
         "heartbeat_interval_seconds": str(spec.reaping.heartbeat_interval_seconds),
         "request_timeout_seconds": str(patience_seconds(spec)),
-        "transfer_mode": _transfer_mode(spec),
+        "transfer_mode": mode,
     }
-    if has_device_plugin(spec):
+    if has_plugin:
         data["kv_transfer_config"], data["url"] = socket_config, socket_url
         data["resource"] = names.device_resource(server.name)
     if spec.transport.unix_socket == "HostPath":
@@ -106,7 +111,7 @@ def _connection(server: ServerRef, spec: Spec) -> dict[str, str]:
     return data
 
 
-def _transfer_config(spec: Spec, where: Mapping[str, object]) -> str:
+def _transfer_config(spec: Spec, mode: str, where: Mapping[str, object]) -> str:
     """Return what `vllm serve --kv-transfer-config` takes."""
     transfer = {
         "kv_connector": "LMCacheMPConnector",
@@ -114,7 +119,7 @@ def _transfer_config(spec: Spec, where: Mapping[str, object]) -> str:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
             **where,
-            "lmcache.mp.mp_transfer_mode": _transfer_mode(spec),
+            "lmcache.mp.mp_transfer_mode": mode,
             "lmcache.mp.heartbeat_interval": spec.reaping.heartbeat_interval_seconds,
             "lmcache.mp.mq_timeout": patience_seconds(spec),
         },
