@@ -96,6 +96,7 @@ def all_rules() -> Iterator[Rule]:
     yield from _size()
     yield from _shared_memory()
     yield from _server()
+    yield from _ways()
     yield from _selector()
     yield from _pods()
 
@@ -225,6 +226,17 @@ def _server() -> Iterator[Rule]:
         "a flag that the operator sets from this spec may not stand in extraArgs",
         "'\"%s\" sets a flag that the operator sets itself: remove it and use %s'"
         f".format([self, {fields}[self.split('=')[0]]])",
+    )
+
+
+def _ways() -> Iterator[Rule]:
+    yield Rule(
+        "spec.transport",
+        "self.unixSocket == 'Disabled' || self.devicePlugin.mode == 'Disabled'",
+        "unixSocket is HostPath, but must be Disabled while devicePlugin.mode is Enabled, which "
+        "gives each worker a socket of its own: leave unixSocket out, or set devicePlugin.mode to "
+        "Disabled",
+        field_path=".unixSocket",
     )
 
 

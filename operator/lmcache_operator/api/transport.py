@@ -72,9 +72,9 @@ class Transport(Struct, frozen=True, kw_only=True, rename="camel", forbid_unknow
     unix_socket: Annotated[
         Literal["Disabled", "HostPath"],
         Meta(
-            description="HostPath: workers without the resource of devicePlugin may also connect "
-            "over a Unix socket in a folder of the node that both pods mount; the end of their "
-            "process is then proven at once. It needs namespaces whose Pod Security level is "
-            "privileged."
+            description="HostPath: workers may also connect over a Unix socket in a folder of the "
+            "node that both pods mount; the end of their process is then proven at once. It needs "
+            "namespaces whose Pod Security level is privileged, one user for both pods, and "
+            "devicePlugin.mode Disabled, since that does the same with less."
         ),
     ] = "Disabled"

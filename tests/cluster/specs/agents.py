@@ -74,7 +74,19 @@ SERVER = (
     ),
     reader("empty argument", "should be at least 1 chars long", server={"extraArgs": [""]}),
     reader("65 arguments", "must have at most 64 items", server={"extraArgs": ["--x"] * 65}),
-    yes("transport", transport={"memorySharing": "HostShm", "unixSocket": "HostPath"}),
+    yes(
+        "transport",
+        transport={
+            "memorySharing": "HostShm",
+            "unixSocket": "HostPath",
+            "devicePlugin": {"mode": "Disabled"},
+        },
+    ),
+    server(
+        "a socket on a host path beside the device plugin's",
+        "unixSocket is HostPath, but must be Disabled while devicePlugin.mode is Enabled",
+        transport={"unixSocket": "HostPath"},
+    ),
     reader("unknown sharing", "supported values", transport={"memorySharing": "HostMem"}),
     yes("GPUs", gpu={"vendor": "NVIDIA"}),
     reader("unknown vendor", "supported values", gpu={"vendor": "AMD"}),

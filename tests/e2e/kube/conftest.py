@@ -33,7 +33,7 @@ def served(cluster: RealCluster) -> ServedNamespace:
     cluster.kubectl("create", "namespace", NAMESPACE)
     label = "pod-security.kubernetes.io/enforce=privileged"
     cluster.kubectl("label", "namespace", NAMESPACE, label)
-    example = str(ROOT / "examples" / "lmcacheserver.yaml")
+    example = str(ROOT / "examples" / "lmcacheserver-tcp.yaml")
     cluster.kubectl("apply", "--namespace", NAMESPACE, "--filename", example)
     namespace = ServedNamespace(cluster, NAMESPACE)
     namespace.wait_ready(SERVER)

@@ -31,7 +31,11 @@ def with_socket(served: ServedNamespace) -> Generator[ServedNamespace]:
         "spec": {
             "cache": {"size": "256Mi"},
             "server": {"port": 5556, "httpPort": 8080},
-            "transport": {"memorySharing": "HostShm", "unixSocket": "HostPath"},
+            "transport": {
+                "memorySharing": "HostShm",
+                "unixSocket": "HostPath",
+                "devicePlugin": {"mode": "Disabled"},
+            },
         },
     }
     served.cluster.kubectl("apply", "-n", served.name, "-f", "-", given=json.dumps(made))

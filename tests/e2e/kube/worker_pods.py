@@ -264,7 +264,7 @@ def pod_object(
     name: str, *, server: str = SERVER, on_term: str = "ignore", grace_seconds: int = 5
 ) -> dict[str, Any]:
     """Return a worker pod that connects over TCP and shares its memory through `/dev/shm`."""
-    url = {"configMapKeyRef": {"name": connection_config_map(server), "key": "url"}}
+    url = {"configMapKeyRef": {"name": connection_config_map(server), "key": "url_tcp"}}
     container = {
         "name": ENGINE,
         "image": PRODUCT_IMAGE,
