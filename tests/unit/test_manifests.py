@@ -230,12 +230,13 @@ def test_the_example_worker_belongs_to_the_example_server(
 
 
 def test_the_example_worker_over_tcp_shares_its_memory() -> None:
-    """It mounts what the agent mounts, in the agent's group, and takes the keys for TCP."""
+    """It mounts what the agent mounts, as the same user, and takes the key for TCP."""
     (server,) = documents(EXAMPLES / "lmcacheserver-tcp.yaml")
     (worker,) = documents(EXAMPLES / "worker-deployment-tcp.yaml")
     agent = build_daemon_set(reference(server), read_spec(server["spec"]), default_image="a:1")
     theirs, its = agent["spec"]["template"]["spec"], worker["spec"]["template"]["spec"]
-    assert its["securityContext"]["runAsGroup"] == theirs["securityContext"]["runAsGroup"]
+    for name in ("runAsUser", "runAsGroup"):
+        assert its["securityContext"][name] == theirs["securityContext"][name]
     shared = {"path": "/dev/shm", "type": "Directory"}
     for pod in (theirs, its):
         assert shared in [volume.get("hostPath") for volume in pod["volumes"]]
