@@ -1,0 +1,40 @@
+"""One client that does what nobody should: the others on its node lose nothing by it."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmcache_nodeagent.operator_link.messages import MAX_INSTANCES
+from tests.cluster.story import Story
+from tests.fakes.worker_process import Worker
+
+
+def test_a_model_name_without_end(story: Story) -> None:
+    """The operator would not take it: its node's stream goes on, and so do the others' proofs."""
+    story.begin()
+    bad, good = story.pod("bad"), story.engine("good", 1)
+    with Worker(story.node.worker_url(bad.address), 66) as worker:
+        worker.register("m" * 4_096)
+        story.wait_annotated(bad, 66)
+        story.workers[1].kill()
+        good.end_container()
+        story.wait_released(1, seconds=5)
+        story.assert_live(66)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_registrations_without_end(story: Story) -> None:
+    """More than the operator takes of one agent, all of one client, some before the others come."""
+    story.begin()
+    bad = story.pod("bad")
+    with Worker(story.node.worker_url(bad.address), 66) as worker:
+        for number in range(1_000, 1_000 + MAX_INSTANCES + 100):
+            worker.instance_id = number
+            worker.register()
+        good = story.engine("good", 1)
+        assert len(story.agent.instances()) > MAX_INSTANCES
+        story.workers[1].kill()
+        good.end_container()
+        story.wait_released(1, seconds=10)
+        story.assert_live(1_000)
