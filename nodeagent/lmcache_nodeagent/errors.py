@@ -9,6 +9,7 @@ LmcacheKubeError
 │   ├── NotRegistered       an instance id that has no context
 │   ├── NotTheSpeaker       a connection that may not speak for this instance
 │   ├── StillReleasing      id or memory of a context that is still being released
+│   ├── TooManyRegistered   a peer that holds as much as one may
 │   └── Overloaded          a full queue, or an agent that is stopping
 └── AgentError              ours
     ├── ConfigError         bad flags, all broken rules in one message
@@ -72,6 +73,12 @@ class StillReleasing(RequestError):
     """An instance id or memory handle whose previous context is still being released."""
 
     code = "still_releasing"
+
+
+class TooManyRegistered(RequestError):
+    """A peer that holds as much as one may: descriptors and mappings are for all workers."""
+
+    code = "too_many_registered"
 
 
 class Overloaded(RequestError):

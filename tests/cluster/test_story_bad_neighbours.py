@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lmcache_nodeagent.operator_link.messages import MAX_INSTANCES
+from lmcache_worker.wire import RequestRefused
 from tests.cluster.story import Story
 from tests.fakes.worker_process import Worker
 
@@ -25,16 +26,20 @@ def test_a_model_name_without_end(story: Story) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_registrations_without_end(story: Story) -> None:
-    """More than the operator takes of one agent, all of one client, some before the others come."""
+    """More than the operator takes of one agent, and as many as the agent takes of one peer."""
     story.begin()
     bad = story.pod("bad")
     with Worker(story.node.worker_url(bad.address), 66) as worker:
-        for number in range(1_000, 1_000 + MAX_INSTANCES + 100):
-            worker.instance_id = number
-            worker.register()
+        with pytest.raises(RequestRefused, match="at most"):
+            _register_without_end(worker)
         good = story.engine("good", 1)
         assert len(story.agent.instances()) > MAX_INSTANCES
         story.workers[1].kill()
         good.end_container()
         story.wait_released(1, seconds=10)
         story.assert_live(1_000)
+
+
+def _register_without_end(worker: Worker) -> None:
+    for worker.instance_id in range(1_000, 100_000):
+        worker.register()

@@ -10,12 +10,14 @@ from lmcache_nodeagent.errors import (
     NotRegistered,
     NotTheSpeaker,
     StillReleasing,
+    TooManyRegistered,
 )
 from lmcache_nodeagent.events import InstanceRegistered, InstanceUnregistered
 from lmcache_nodeagent.ids import InstanceId
 from lmcache_nodeagent.liveness.entry import Speaker
 from lmcache_nodeagent.liveness.targets import ReapableEntry
 from lmcache_nodeagent.liveness.testimony import Hint
+from lmcache_nodeagent.modules import context_table
 from lmcache_nodeagent.modules.calls import Call, Pending
 from lmcache_nodeagent.modules.context_entry import ContextEntry
 from lmcache_nodeagent.modules.context_table import Installed
@@ -163,6 +165,34 @@ def test_a_strangers_goodbye_is_refused() -> None:
     with pytest.raises(NotTheSpeaker):
         engine.unregister(by=connection("10.0.0.2"))
     assert bench.transfer.tracked_instance_count() == 1
+
+
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [
+        ("MAX_PEER_INSTANCES", "2 instances with 2 tensors; at most 2 with 8192"),
+        ("MAX_PEER_TENSORS", "4096 with 2 are taken"),
+    ],
+)
+def test_what_one_peer_may_hold_is_bounded(
+    monkeypatch: pytest.MonkeyPatch, limit: str, words: str
+) -> None:
+    """Also while it is being released; what it has may be renewed, and others may come."""
+    monkeypatch.setattr(context_table, limit, 2)
+    bench = ModuleBench()
+    first, _ = Engine(bench), Engine(bench, 2)
+    third = Engine(bench, 3, register=False)
+    with pytest.raises(TooManyRegistered, match=words):
+        third.register()
+    assert bench.opener.counts.open_handles.keys() == {first.segment, "/lmcache_kv_2_0"}
+    first.register()
+    Engine(bench, 4, address="10.0.0.2")
+    first.unregister()
+    with pytest.raises(TooManyRegistered):
+        third.register()
+    bench.threads.run_all()
+    third.register()
+    assert bench.transfer.tracked_instance_count() == 3
 
 
 def test_memory_that_is_being_released_is_refused_to_another_id() -> None:

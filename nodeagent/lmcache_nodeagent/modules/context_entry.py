@@ -58,6 +58,11 @@ class TransferEntry(ReapableEntry):
         """Transfers that use the entry now."""
         return self.users
 
+    @property
+    def tensors_held(self) -> int:
+        """Tensors that were mapped for it: each may take a descriptor and a mapping."""
+        return 0
+
     def wait_drained(self) -> None:
         """Return once no transfer uses the entry. Thread: release-<instance>."""
         self.drained.wait()
@@ -85,6 +90,11 @@ class ContextEntry(TransferEntry):
     def content(self) -> object:
         """The registration and the memory it was found to mean."""
         return self.registration, self.handles
+
+    @property
+    def tensors_held(self) -> int:
+        """Its layers' tensors."""
+        return len(self.registration.tensors)
 
     @property
     def model(self) -> str:

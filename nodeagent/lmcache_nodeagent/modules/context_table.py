@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from threading import Lock
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from lmcache_nodeagent.errors import NotTheSpeaker, StillReleasing
+from lmcache_nodeagent.errors import NotTheSpeaker, StillReleasing, TooManyRegistered
 from lmcache_nodeagent.ids import render_instance_id
 from lmcache_nodeagent.liveness.entry import Speaker
 from lmcache_nodeagent.liveness.targets import UNTOUCHED, Touched
@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 
 
 EntryT = TypeVar("EntryT", bound=TransferEntry)
+
+MAX_PEER_INSTANCES = 4_096
+MAX_PEER_TENSORS = 8_192
+"""What one peer may hold. An engine has a rank for each GPU and a tensor for each layer; eight of
+the largest models on one node, behind one address, have some thousand tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +83,33 @@ class ContextTable(Generic[EntryT]):
             self._entries[entry.instance_id] = entry
             return Installed(entry, fresh=True, replaced=existing)
 
-    def refuse_leaving(self, instance_id: InstanceId) -> None:
-        """Refuse early what `install` would refuse anyway, before anything is mapped.
+    def refuse_early(
+        self, instance_id: InstanceId, connection: Connection, tensors: int = 0
+    ) -> None:
+        """Refuse what cannot come into force, before anything is mapped.
+
+        What a peer may hold is bounded, so that one that registers without end does not use up
+        the descriptors of all. Registrations come one at a time, so this need not be asked again.
 
         Raises:
             StillReleasing: the id is of a context that is being released.
+            TooManyRegistered: the peer holds as much as one may.
         """
         with self._lock:
             if any(left.instance_id == instance_id for left in self._leaving):
                 raise StillReleasing(_still_releasing(instance_id))
+            held = [
+                entry.tensors_held
+                for entry in (*self._entries.values(), *self._leaving)
+                if entry.instance_id != instance_id
+                and entry.registrant.peer.identity == connection.peer.identity
+            ]
+        if len(held) >= MAX_PEER_INSTANCES or sum(held) + tensors > MAX_PEER_TENSORS:
+            raise TooManyRegistered(
+                f"{connection.peer.text} has registered {len(held)} instances with {sum(held)}"
+                f" tensors; at most {MAX_PEER_INSTANCES} with {MAX_PEER_TENSORS} are taken of one"
+                " peer: unregister those that are not used"
+            )
 
     def take_out(self, instance_id: InstanceId, connection: Connection) -> EntryT | None:
         """Take out an instance that says goodbye; None if it is not here.

@@ -94,10 +94,11 @@ class EngineDrivenTransferModule(InstanceHolder[EngineDrivenContextEntry]):
             LayoutError: chunks that cannot be kept or moved here.
             NotTheSpeaker: another peer holds the id.
             StillReleasing: the id is still being released; the client tries again.
+            TooManyRegistered: the peer holds as much as one may.
         """
         kv_rank(registration.world_size, 0)  # raises for a world that no lookup could name
         instance_id = InstanceId(registration.instance_id)
-        self._table.refuse_leaving(instance_id)
+        self._table.refuse_early(instance_id, call.connection)
         form = chunk_form(registration, self._hasher.chunk_tokens)
         strategy = self._strategy_for(form)
         now = self._parts.now()

@@ -81,9 +81,10 @@ class LMCacheDrivenTransferModule(InstanceHolder[ContextEntry]):
             LayoutError: tensors that cannot be mapped or moved.
             NotTheSpeaker: another peer holds the id.
             StillReleasing: the id or the memory is still being released; the client tries again.
+            TooManyRegistered: the peer holds as much as one may.
         """
         kv_rank(world_size, 0)  # raises for a world that no lookup could name
-        self._table.refuse_leaving(instance_id)
+        self._table.refuse_early(instance_id, call.connection, len(tensors))
         registration = Registration(
             instance_id, tensors, model, world_size, engine_type, hints, groups
         )
