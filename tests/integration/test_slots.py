@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.fakes.agent_process import AgentProcess
-from tests.fakes.copying_worker import CopyingWorkerProcess
+from tests.fakes.copying_worker import CHUNK_BYTES, CopyingWorkerProcess
 from tests.fakes.netns import needs_root
 from tests.fakes.slot_container import SLOTS, URL, SlotNode, in_container
 from tests.fakes.stub_agent import StubAgent
@@ -109,6 +109,27 @@ def test_a_restart_is_proof_whatever_still_holds_the_connection(node: SlotNode) 
     assert reap["reason"] == "slot_restarted"
     worker.signal(signal.SIGCONT)
     poll_until(lambda: node.agent.status()["connections"] == 0, SOON_SECONDS)
+
+
+def test_a_restart_gives_no_l1_back_that_a_process_may_still_write() -> None:
+    """Only the process's end does, whatever the kubelet says."""
+    flags = ["--supported-transfer-mode=auto", f"--shm-name=held-{os.getpid()}"]
+    with SlotNode(flags, shared_memory_bytes=1 << 30) as node:
+        admitted = node.kubelet("admit", "team", "engine-0")
+        wrapper = in_container(admitted["mounts"])
+        worker = node.stack.enter_context(CopyingWorkerProcess(URL, 0, wrapper))
+        assert worker.ask("register") is True
+        assert worker.ask("prepare", 1)
+        worker.signal(signal.SIGSTOP)
+        node.kubelet("start", admitted["slot"])
+        assert (
+            node.agent.wait_reaped(worker.instance_id, SOON_SECONDS)["reason"] == "slot_restarted"
+        )
+        poll_until(lambda: node.agent.status()["connections"] == 0, SOON_SECONDS)
+        assert node.agent.status()["l1"]["quarantined_bytes"] == 2 * CHUNK_BYTES
+        worker.kill()
+        poll_until(lambda: node.agent.status()["l1"]["quarantined_bytes"] == 0, SOON_SECONDS)
+        assert node.agent.log_records("malformed_message") == []
 
 
 def test_who_was_before_never_speaks_again(node: SlotNode) -> None:

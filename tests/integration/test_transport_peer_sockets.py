@@ -112,3 +112,15 @@ def test_a_peer_that_has_left_is_not_named() -> None:
     poll_until(lambda: copy.peer() is None, 5)
     accepted.close()
     copy.close()
+
+
+def test_a_connection_that_we_ended_says_nothing_about_the_peer() -> None:
+    """Though the kernel shows the same as when the peer had left."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with ours, theirs:
+        copy = PeerSocket.duplicate(ours.fileno())
+        assert copy is not None
+        copy.end()
+        assert theirs.recv(1) == b""
+        assert copy.close_kind(60.0) is CloseKind.OURSELVES
+        copy.close()

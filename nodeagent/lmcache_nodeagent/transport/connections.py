@@ -237,8 +237,10 @@ class ConnectionTable:
 
     def _link_ended(self, connection: Connection) -> None:
         kind = self._close_kind(connection)
-        handed_over = connection.routing_id[:1] != _CHOSEN_BY_LIBZMQ
-        if connection.is_open and kind is CloseKind.OURSELVES and not handed_over:
+        wanted = connection.routing_id[:1] != _CHOSEN_BY_LIBZMQ  # it was handed over
+        copy = self._sockets.get(connection.routing_id)
+        wanted |= copy is not None and copy.ended_by_us
+        if connection.is_open and kind is CloseKind.OURSELVES and not wanted:
             detail = "libzmq closed the connection: a frame beyond the size limit, or broken ZMTP"
             self._publish(MalformedMessage("zmtp", connection.peer.text, detail))
         self._ended(connection, kind)

@@ -87,6 +87,7 @@ class PeerSocket:
 
     socket: socket.socket
     pidfd: int | None = None
+    ended_by_us: bool = False
 
     @classmethod
     def duplicate(cls, descriptor: int) -> PeerSocket | None:
@@ -141,6 +142,8 @@ class PeerSocket:
         that we closed is still ESTABLISHED. TCP's own time-outs end in CLOSE as well, with no
         acknowledgement for longer than a living peer's keepalive answers would leave.
         """
+        if self.ended_by_us:
+            return CloseKind.OURSELVES
         if self.socket.family == socket.AF_UNIX:
             return CloseKind.PEER if self._unix_peer_left() else CloseKind.OURSELVES
         try:
@@ -170,7 +173,11 @@ class PeerSocket:
         return int(taken) >= _ZMTP_GREETING_BYTES
 
     def end(self) -> None:
-        """End the connection; libzmq reads the end, and closes its descriptor."""
+        """End the connection; libzmq reads the end, and closes its descriptor.
+
+        So does the kernel's word about it: from now on it is a close by ourselves.
+        """
+        self.ended_by_us = True
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
