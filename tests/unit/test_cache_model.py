@@ -500,4 +500,4 @@ def _fail() -> None:
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=250, stateful_step_count=100, deadline=None)
+TestCacheMachine.settings = settings(max_examples=120, stateful_step_count=100, deadline=None)

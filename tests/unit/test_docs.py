@@ -13,13 +13,17 @@ import lmcache_nodeagent.app as agent_app
 import lmcache_operator.app as operator_app
 from lmcache_nodeagent.events import Event
 from lmcache_nodeagent.liveness.policy import Reason, State, Window
+from lmcache_nodeagent.modules.management import ManagementModule
 from lmcache_nodeagent.observability.logs import event_name
 from lmcache_nodeagent.observability.metric_catalog import COUNTED, SAMPLED
+from lmcache_nodeagent.protocol.operations import OPERATIONS
+from tests.fakes.module_bench import ModuleBench
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 AGENT = (ROOT / "docs/agent.md").read_text()
 LIVENESS = (ROOT / "docs/liveness.md").read_text()
+COMPARED = (ROOT / "docs/compared-with-upstream.md").read_text()
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
 
 _CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
@@ -105,6 +109,35 @@ def test_targets_of_make_exist(page: Path) -> None:
         r"^    make (\S+)", text, re.MULTILINE
     )
     assert set(typed) - targets == set()
+
+
+def test_every_operation_is_compared_with_upstream() -> None:
+    """The table has each by name and number, and says of none that it is served which is not."""
+    bench = ModuleBench()
+    management = object.__new__(ManagementModule)
+    modules = (bench.lookups, bench.transfer, bench.engine_driven, bench.kv_events, management)
+    served = {name for module in modules for name in module.handlers()}
+    rows = re.findall(r"^\| `(\w+)` \| (\d+|-) \| (served|refused) \|", COMPARED, re.MULTILINE)
+    assert {(name, number, word) for name, number, word in rows} == {
+        (name, str(known.wire_id or "-"), "served" if name in served else "refused")
+        for name, known in OPERATIONS.items()
+    }
+
+
+def test_every_weakness_is_compared_and_its_tests_exist() -> None:
+    """All 26, in order, each with tests that are where the page says."""
+    rows = re.findall(r"^\| (\d+) \|.*\| ([^|]+) \|$", COMPARED, re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, 27))
+    missing = []
+    for _, cell in rows:
+        named = re.findall(r"`([\w/]+\.py)::(\w+)`", cell)
+        assert named, cell
+        for file, test in named:
+            path = ROOT / "tests" / file
+            text = path.read_text() if path.exists() else ""
+            if not re.search(rf"^ *(def|class) {test}\(", text, re.MULTILINE):
+                missing.append(f"{file}::{test}")
+    assert missing == []
 
 
 def test_the_readme_stays_short() -> None:
