@@ -69,6 +69,8 @@ class _Kubelet(plugin_stubs.RegistrationServicer, list_stubs.PodResourcesListerS
 
     def _follow(self, plugin: Any) -> None:  # noqa: ANN401  # a stub
         try:
+            options = plugin.GetDevicePluginOptions(plugin_api.Empty(), timeout=_CALL_SECONDS)
+            assert options.pre_start_required
             for told in plugin.ListAndWatch(plugin_api.Empty()):
                 self._health = {device.ID: device.health for device in told.devices}
         except grpc.RpcError:

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from lmcache_nodeagent.operator_link.messages import SlotPod
 from tests.fakes.agent_process import AgentProcess
 from tests.fakes.copying_worker import CHUNK_BYTES, CopyingWorkerProcess
+from tests.fakes.link_operator import LinkOperator
 from tests.fakes.netns import needs_root
 from tests.fakes.slot_container import SLOTS, URL, SlotNode, in_container
 from tests.fakes.stub_agent import StubAgent
@@ -334,3 +336,27 @@ def test_a_start_waits_no_longer_than_it_may(stub_node: tuple[SlotNode, StubAgen
     assert agent.metric("container_starts_total", outcome="gave_up") == 1
     agent.let_go("close")
     agent.wait_reaped(1, SOON_SECONDS)
+
+
+def test_the_operator_is_told(tmp_path: Path) -> None:
+    """Whose slot it is, where the plugin stands, and which start was held, and for whose sake."""
+    pod = SlotPod(namespace="team", name="engine-0", container="engine")
+    with (
+        LinkOperator(tmp_path) as operator,
+        SlotNode(["--prestart-wait-seconds=2", *operator.flags], make_agent=StubAgent) as node,
+    ):
+        operator.announce()
+        slot, worker = registered(node, "engine-0", 1)
+        stream = operator.stream()
+        poll_until(lambda: stream.instance(1).slot_pod == pod, SOON_SECONDS)
+        assert stream.instance(1).slot == slot
+        poll_until(lambda: stream.state.device_plugin == "registered", SOON_SECONDS)
+        assert isinstance(node.agent, StubAgent)
+        node.agent.hold("close", 1)
+        worker.kill()
+        node.kubelet("start", slot)
+        held = stream.entry("start_held", 1)
+        assert (held.reason, held.slot) == ("gave_up", slot)
+        node.agent.let_go("close")
+        reaped = stream.entry("reaped", 1)
+        assert (reaped.slot, reaped.slot_pod) == (slot, pod)

@@ -40,7 +40,7 @@ _KUBELET = "kubelet.sock"
 
 _LOOK_SECONDS = 0.5
 _LIST_SECONDS = 10.0
-_LIST_SPACING_SECONDS = 0.2
+_LIST_SPACING_SECONDS = 0.5
 """However much happens, the kubelet is not asked more often than this."""
 
 _REGISTER_SECONDS = 5.0
