@@ -43,17 +43,21 @@ class SlotWorld:
 
     def make(self) -> None:
         """Make everything, and wait until the node offers the resource."""
-        for name, level in ((AGENTS, "privileged"), (WORKERS, "restricted")):
-            self.cluster.kubectl("create", "namespace", name)
-            label = f"pod-security.kubernetes.io/enforce={level}"
-            self.cluster.kubectl("label", "namespace", name, label)
+        self.create_namespace(AGENTS, "privileged")
+        self.create_namespace(WORKERS, "restricted")
         self._create_engines()
         self.apply()
         self.agents.wait_ready(SERVER)
         self.wait_allocatable(SLOTS)
 
-    def apply(self, **spec: object) -> None:
-        """Apply the server."""
+    def create_namespace(self, name: str, level: str) -> None:
+        """Make a namespace that enforces a Pod Security level."""
+        self.cluster.kubectl("create", "namespace", name)
+        label = f"pod-security.kubernetes.io/enforce={level}"
+        self.cluster.kubectl("label", "namespace", name, label)
+
+    def apply(self, namespace: str = AGENTS, **spec: object) -> None:
+        """Apply the server, or another of its name."""
         made = {
             "apiVersion": "lmcache-kube.dev/v1alpha1",
             "kind": "LMCacheServer",
@@ -65,11 +69,11 @@ class SlotWorld:
                 **spec,
             },
         }
-        self.cluster.kubectl("apply", "-n", AGENTS, "-f", "-", given=json.dumps(made))
+        self.cluster.kubectl("apply", "-n", namespace, "-f", "-", given=json.dumps(made))
 
-    def condition(self) -> dict[str, Any]:
+    def condition(self, namespace: str = AGENTS) -> dict[str, Any]:
         """Return the condition of the device plugin."""
-        (server,) = self.cluster.objects("lmcs", SERVER, "-n", AGENTS)
+        (server,) = self.cluster.objects("lmcs", SERVER, "-n", namespace)
         found = server.get("status", {}).get("conditions", [])
         return next((one for one in found if one["type"] == "DevicePlugin"), {})
 

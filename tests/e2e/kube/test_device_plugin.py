@@ -58,9 +58,14 @@ def test_agents_are_root_with_three_capabilities(world: SlotWorld) -> None:
     assert world.condition()["reason"] == "PluginRegistered"
 
 
-def test_a_restricted_worker_stores_and_retrieves(world: SlotWorld) -> None:
-    """In a namespace that enforces `restricted`, over one socket and one /dev/shm; bytes right."""
-    with world.worker("plain", "slot_engine") as pod:
+@pytest.mark.parametrize("mode", ["cpu_shm", "shm_pool"])
+def test_a_restricted_worker_stores_and_retrieves(world: SlotWorld, mode: str) -> None:
+    """In a namespace that enforces `restricted`, over one socket and one /dev/shm; bytes right.
+
+    Whether the agent maps the worker's memory, or the worker the agent's.
+    """
+    name = mode.replace("_", "-")
+    with world.worker(name, "slot_engine", **({"MODE": mode} if mode == "shm_pool" else {})) as pod:
         run = pod.started()
         poll_until(partial(pod.has_said, "exchanged"), 30, "bytes are exchanged")
         (said,) = [line for line in pod.said() if line["event"] == "exchanged"]
@@ -76,7 +81,7 @@ def test_a_restricted_worker_stores_and_retrieves(world: SlotWorld) -> None:
         seconds = pod.annotated(run.instance_id) - run.registered_at
         mapping = world.instances()[run.instance_id]["mapping"]
         assert (mapping["name"], mapping["container"]) == (pod.name, "engine")
-        print(f"\nannotated {seconds:.2f} s after the registration, by the kubelet's word")
+        print(f"\n{mode}: annotated {seconds:.2f} s after the registration, by the kubelet's word")
         assert seconds < 30
         assert seen_in(run.process_id, "/run/lmcache-kube").keys() == {"agent.sock"}
 
@@ -200,6 +205,26 @@ def test_restarts_are_survived(world: SlotWorld, restart: Restart) -> None:
     assert run.instance_id in world.instances()
     assert world.agents.agent(SERVER).reaps(run.instance_id) == []
     assert pod.last_end() == {}
+
+
+def test_a_second_server_of_the_name_says_that_it_has_no_resource(world: SlotWorld) -> None:
+    """On its own condition; the first one and its workers notice nothing."""
+    other = "others"
+    world.create_namespace(other, "privileged")
+    try:
+        with world.worker("undisturbed") as pod:
+            run = pod.started()
+            began = time.time()
+            world.apply(other)
+            poll_until(
+                lambda: world.condition(other).get("reason") == "ResourceTaken", 90, "it says so"
+            )
+            print(f"\n{time.time() - began:.1f} s: {world.condition(other)['message']}")
+            assert world.condition()["reason"] == "PluginRegistered"
+            assert run.instance_id in world.instances()
+        world.wait_allocatable(SLOTS)
+    finally:
+        world.cluster.kubectl("delete", "namespace", other)
 
 
 def test_new_pods_wait_while_the_agent_is_away(world: SlotWorld) -> None:
