@@ -47,6 +47,8 @@ INSTANCE_KEYS = {
     "deadline_seconds",
     "held_by",
     "evidence",
+    "slot",
+    "slot_pod",
 }
 REAP_KEYS = {
     "seq",
