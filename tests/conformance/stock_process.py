@@ -68,6 +68,12 @@ class StockProcess:
         self._log.seek(0)
         return self._log.read()
 
+    def leave(self) -> None:
+        """Have it end by itself, as a program that is done, and wait."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+
     def kill(self) -> None:
         """SIGKILL, and wait."""
         self._process.send_signal(signal.SIGKILL)

@@ -238,6 +238,27 @@ def test_a_killed_worker_is_released_and_the_pool_stays(
     load(stock)
 
 
+def test_a_worker_that_exits_leaves_the_pool_alone(
+    agent: AgentProcess, stock: StockProcess, url: str, way: str
+) -> None:
+    """Python's resource tracker removes segments of processes that end: not this one."""
+    stock.ask("open", url, MODE)
+    stock.ask("register")
+    with StockProcess() as short_lived:
+        short_lived.ask("open", url, MODE)
+        short_lived.ask("register")
+        store(short_lived)
+        short_lived.ask("close")
+        short_lived.leave()
+    stock.ask("wipe", STORED, BLOCKS)
+    assert stock.ask("lookup", "warm", PROMPT, CHUNKS) == TOKENS
+    assert stock.ask("retrieve", "warm", PROMPT, CHUNKS, STORED) == []
+    stock.ask("end", "warm")
+    load(stock)
+    name = POOL if way == "shm" else f"port-{agent.port}"
+    assert (Path("/dev/shm") / f"lmcache-kube.l1.{name}").exists()
+
+
 def test_an_agent_that_is_killed_and_replaced_is_joined_again(
     agent: AgentProcess, agent_flags: tuple[str, ...], stock: StockProcess, url: str
 ) -> None:

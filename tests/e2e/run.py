@@ -29,6 +29,8 @@ from tests.polling import poll_until
 
 CHUNK_TOKENS = 64
 L1_GB = 0.25
+SMALL_L1_GB = 0.001
+"""Room for 16 chunks: the longest prompt has 15, all prompts together 29."""
 LENGTHS = (400, 384, 130, 40, 1000)
 """Prompts: several chunks and a rest, whole chunks, two and a little, less than one, many."""
 SHARED, LONGER = 500, 750
@@ -91,6 +93,7 @@ class Session:
             stage()
         self._run_abort()
         self._run_restart()
+        self._run_small()
         self._run_kill()
 
     @property
@@ -170,6 +173,21 @@ class Session:
         detail = f"then {loaded} tokens loaded, same output: {same}"
         self._check("restart", ok, f"registered again: {back}, {detail}")
 
+    def _run_small(self) -> None:
+        """An L1 that holds half of what is asked for: less is loaded, the output is the same."""
+        self._agents.replace(l1_size_gb=SMALL_L1_GB)
+        back = _within(lambda: len(self._agent.instances()) == 1, 20)
+        warm: list[Answer] = []
+        _within(lambda: self._ask_into(warm, self._prompts[384]).loaded > 0, 20)
+        answers = [(n, self._vllm.ask_counted(self._prompts[n])) for n in (*LENGTHS, *LENGTHS)]
+        same = sum(answer.same_as(self._cold[length]) for length, answer in answers)
+        l1 = self._agent.status()["l1"]
+        loaded = sum(answer.loaded for _, answer in answers)
+        ok = back and same == len(answers) and 0 < loaded < 2 * sum(map(_full_hit, LENGTHS))
+        evicted = f"{l1['evicted_total']} chunks evicted, {loaded} tokens loaded"
+        ok = ok and l1["evicted_total"] > 0
+        self._check("small", ok, f"{same} of {len(answers)} outputs the same, {evicted}")
+
     def _ask_into(self, answers: list[Answer], prompt: str) -> Answer:
         answers.append(self._vllm.ask_counted(prompt))
         return answers[-1]
@@ -226,13 +244,13 @@ class Agents:
         self.log += self.current.log_text()
         self.current.close()
 
-    def replace(self) -> None:
+    def replace(self, l1_size_gb: float = L1_GB) -> None:
         """Kill it and start the next one."""
         self.current.kill()
         self.log += self.current.log_text()
         port = self.current.port
         self.current.close()
-        self.current = AgentProcess(*self._flags, l1_size_gb=L1_GB, port=port).start()
+        self.current = AgentProcess(*self._flags, l1_size_gb=l1_size_gb, port=port).start()
 
 
 def run_one(mode: str, transport: str, model: Path, logs: Path, report: Report) -> None:
