@@ -13,16 +13,16 @@ from tests.fakes.agent_process import FAST_WINDOWS, AgentProcess
 CHUNK_TOKENS = 64
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def stock_process() -> Iterator[StockProcess]:
-    """One stock process for all tests that do not kill it: its imports take seconds."""
+    """One stock process for all tests of a module that do not kill it: its imports take seconds."""
     if not STOCK_PYTHON.exists():
         pytest.fail("there is no stock environment; `make conformance` makes it")
     with StockProcess() as process:
         yield process
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def second_stock_process(stock_process: StockProcess) -> Iterator[StockProcess]:
     """Another one, for what takes two workers."""
     assert stock_process.pid
