@@ -45,6 +45,9 @@ _CONNECTIONS_REMEMBERED = 1024
 _CONTROL_FRAMES = 3
 """Uid of a stream, an empty frame where requests name their operation, a word."""
 
+_CONTROL_WORDS = {b"ack", b"cancel"}
+"""Anything else is a request without an operation, and refused: somebody may wait for an answer."""
+
 _SET_MODE = "in the worker's kv_connector_extra_config, or start the agent with auto"
 
 _FIXES = {
@@ -124,7 +127,8 @@ class Dispatcher:
             self._malformed(connection, "framing", f"{len(frames)} frames, no uid and operation")
             return
         uid, operation_frame = frames[0], frames[1]
-        if not operation_frame and len(frames) == _CONTROL_FRAMES:
+        is_control = not operation_frame and len(frames) == _CONTROL_FRAMES
+        if is_control and frames[2] in _CONTROL_WORDS:
             self._control(connection, uid, frames[2])
             return
         try:
