@@ -105,6 +105,7 @@ class Story:
                 "cache": {"size": "64Mi"},
                 "nodeSelector": self._node_labels,
                 "workers": {"containerName": ENGINE},
+                "transport": {"devicePlugin": {"mode": "Disabled"}},  # no kubelet to register with
                 **spec,
             },
         }
