@@ -25,7 +25,7 @@ EVERY_FIELD = pytest.mark.parametrize(
 WITH_INSTANCE = pytest.mark.parametrize(
     "name", [name for name, entry in OPERATIONS.items() if entry.instance_frame is not None]
 )
-CHEAP_SECONDS = 0.25
+CHEAP_SECONDS = 1.0  # of this thread's own work
 """Far above what a refusal takes, far below what decoding the bomb would take."""
 
 BOMBS = {
@@ -85,10 +85,10 @@ def test_bomb_is_refused_cheaply_with_the_name_of_the_field(
 ) -> None:
     """A frame that announces or nests far more than it may costs nothing."""
     field = OPERATIONS[name].payload[index].name
-    started = time.perf_counter()
+    started = time.thread_time()
     with pytest.raises(MalformedRequest, match=rf"^{name}: {field}: "):
         decode_one(name, index, frame)
-    assert time.perf_counter() - started < CHEAP_SECONDS
+    assert time.thread_time() - started < CHEAP_SECONDS
 
 
 @EVERY_FIELD
@@ -119,10 +119,10 @@ def test_real_binary_beyond_the_message_limit_is_refused() -> None:
 def test_two_million_tokens_are_refused_cheaply() -> None:
     """More tokens than a prompt may have are refused by their count."""
     frame = encode({**KEY, "token_ids": [1] * 2_000_000})
-    started = time.perf_counter()
+    started = time.thread_time()
     with pytest.raises(MalformedRequest, match="token_ids"):
         decode_one("store", 0, frame)
-    assert time.perf_counter() - started < CHEAP_SECONDS
+    assert time.thread_time() - started < CHEAP_SECONDS
 
 
 def test_ten_thousand_tensors_are_refused() -> None:
