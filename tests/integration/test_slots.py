@@ -291,7 +291,7 @@ def test_two_agents_of_one_name(node: SlotNode) -> None:
     with AgentProcess(*flags) as other:
         poll_until(lambda: other.status()["device_plugin"]["state"] == "conflict", SOON_SECONDS)
         assert node.agent.status()["device_plugin"]["state"] == "registered"
-        node.agent.kill()
+        assert node.agent.stop() == 0  # a killed one would leave its L1
         poll_until(lambda: other.status()["device_plugin"]["state"] == "registered", SOON_SECONDS)
 
 
