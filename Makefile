@@ -100,7 +100,7 @@ integration: $(READY) ## Integration tests: the real agent as a process, real cl
 
 .PHONY: conformance
 conformance: $(READY) $(STOCK_LMCACHE) ## Stock LMCache adapters drive the agent (4 GB the first time)
-	$(BIN)/pytest tests/conformance
+	$(BIN)/pytest --timeout 300 tests/conformance
 
 .PHONY: e2e
 e2e: $(READY) $(STOCK_VLLM) ## Stock vLLM on the CPU with stock LMCache, end to end (minutes; 5 GB)
