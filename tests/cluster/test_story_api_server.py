@@ -10,6 +10,8 @@ from tests.cluster.control_plane import ControlPlane
 from tests.cluster.story import PROOF_ONLY, Story, make_ready
 from tests.polling import poll_until
 
+pytestmark = pytest.mark.timeout(180)  # the first one also starts a control plane
+
 NAMESPACE = "crash"
 BACK_SECONDS = 30.0
 

@@ -10,6 +10,8 @@ from tests.cluster.story import PROOF_ONLY, SMALLEST, Story
 from tests.cluster.story_events import on
 from tests.fakes.netns import NetNamespace, needs_root
 
+pytestmark = pytest.mark.timeout(180)  # the first one also starts a control plane
+
 CONFIRM_SECONDS = 3
 
 

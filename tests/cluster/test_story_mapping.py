@@ -9,6 +9,8 @@ import pytest
 from tests.cluster.story import PROOF_ONLY, SMALLEST, Story
 from tests.cluster.story_events import on
 
+pytestmark = pytest.mark.timeout(180)  # the first one also starts a control plane
+
 
 def test_a_finished_pod_that_still_shows_an_address_is_nobodys(story: Story) -> None:
     """The running pod of that address is the one; the old one's deletion says nothing."""

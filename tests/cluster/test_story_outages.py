@@ -14,6 +14,8 @@ from tests.cluster.story_api_proxy import ApiProxy, Manner
 from tests.cluster.story_events import on
 from tests.polling import poll_until
 
+pytestmark = pytest.mark.timeout(180)  # the first one also starts a control plane
+
 CONVERGES_SECONDS = 15.0
 """Five are promised; benchmarks show what it takes, a busy machine may take more."""
 

@@ -10,6 +10,8 @@ import pytest
 from tests.cluster.story import PROOF_ONLY, SMALLEST, Story
 from tests.cluster.story_chaos import Chaos
 
+pytestmark = pytest.mark.timeout(180)  # the first one also starts a control plane
+
 ROUNDS = int(os.environ.get("LMCACHE_KUBE_STORY_ROUNDS", "4"))
 SECONDS_PER_ROUND = 45
 
