@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import selectors
 import ssl
 import threading
 import time
@@ -59,7 +60,8 @@ class ApiProxy:
         self.kubeconfig = folder / "proxied.kubeconfig"
         self._config: dict[str, Any] = json.loads(control_plane.kubeconfig.read_text())
         self._pair = control_plane.authority.issue("proxy", "proxy", hosts=("127.0.0.1",))
-        self._loop = asyncio.new_event_loop()
+        self._selector = selectors.DefaultSelector()
+        self._loop = asyncio.SelectorEventLoop(self._selector)
         self._thread = threading.Thread(target=self._run, name="api-proxy")
         self._served = threading.Event()
         self._stop = asyncio.Event()
@@ -161,6 +163,16 @@ class ApiProxy:
             await self._stop.wait()
             self._cut()
             await runner.cleanup()
+        await self._all_closed()
+
+    async def _all_closed(self) -> None:
+        """TLS connections end some turns of the loop after they are closed.
+
+        What is left once nobody is connected is the pipe that the loop wakes itself by.
+        """
+        deadline = time.monotonic() + _START_SECONDS
+        while len(self._selector.get_map()) > 1 and time.monotonic() < deadline:  # noqa: ASYNC110  # no event tells
+            await asyncio.sleep(0.01)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         task = asyncio.current_task()

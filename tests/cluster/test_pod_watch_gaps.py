@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Generator
 from pathlib import Path
@@ -21,17 +20,11 @@ from tests.polling import poll_until
 
 SOON = 15.0
 
-_CLOSING_SECONDS = 0.2  # TLS connections end some turns of the loop after they are closed
-
 
 class StaleProxy(ApiProxy):
     """Says for ever that the version of every watch of pods is gone, once it is told to."""
 
     manner: Manner | None = None
-
-    async def _serve(self) -> None:
-        await super()._serve()
-        await asyncio.sleep(_CLOSING_SECONDS)
 
     def _expiry(self, request: web.BaseRequest) -> Manner | None:
         return self.manner if request.path.endswith("/pods") else None

@@ -118,7 +118,8 @@ def test_a_connection_that_outlives_the_process_does_not_save_it(world: SlotWorl
             seconds = time.time() - killed_at
             second = pod.started(after=run.container_id)
         print(f"\nreaped {seconds:.2f} s after SIGKILL: {entry['reason']}")
-        assert entry["reason"] == "slot_restarted"
+        # The agent ends the connection at the kubelet's word; then the process is known to be gone.
+        assert entry["reason"] in {"slot_restarted", "process_exit"}
         assert second.instance_id in world.instances()
         assert run.instance_id not in world.instances()
 
