@@ -36,7 +36,7 @@ def test_registrations_without_end(story: Story) -> None:
         assert len(story.agent.instances()) > MAX_INSTANCES
         story.workers[1].kill()
         good.end_container()
-        story.wait_released(1, seconds=10)
+        story.wait_released(1, seconds=60)
         story.assert_live(1_000)
 
 
