@@ -10,12 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lmcache_nodeagent.config_flags import Bounds, Flag, Group, Option, options_of
-from lmcache_nodeagent.config_plugin import (
-    SOCKETS_FOLDER,
-    DevicePluginConfig,
-    plugin_problems,
+from lmcache_nodeagent.config_flags import (
+    LIFETIME,
+    YEAR_SECONDS,
+    Bounds,
+    Flag,
+    Group,
+    Option,
+    options_of,
 )
+from lmcache_nodeagent.config_plugin import SOCKETS_FOLDER, DevicePluginConfig, plugin_problems
 from lmcache_nodeagent.config_reaping import LIVE_OPTIONS
 from lmcache_nodeagent.config_rules import listener_problems, window_problems
 from lmcache_nodeagent.errors import ConfigError
@@ -27,7 +31,6 @@ __all__ = [
     "SOCKETS_FOLDER",
     "AgentConfig",
     "ConfigError",
-    "bare_host",
 ]
 
 _GIB = 1 << 30
@@ -35,8 +38,6 @@ _PORTS = Bounds(0, 65_535)
 _THREADS = Bounds(1, 256)
 _QUEUE = Bounds(1, 1_000_000)
 _SHARE = Bounds(0.01, 1)
-_YEAR = 31_536_000
-_LIFETIME = Bounds(1, _YEAR)
 _HOST = r"[^\s/]+"
 _HOST_WORDS = "a host name, an address, or *"
 _PATH = "/.+"
@@ -159,7 +160,7 @@ class AgentConfig(DevicePluginConfig):
             Group.CACHE,
             "How long a lookup keeps the chunks it found from eviction while nobody reads them.",
             unit="seconds",
-            bounds=_LIFETIME,
+            bounds=LIFETIME,
         ).metadata,
     )
     l1_write_ttl_seconds: float = field(
@@ -168,7 +169,7 @@ class AgentConfig(DevicePluginConfig):
             Group.CACHE,
             "How long a reservation may stay unwritten before it is dropped.",
             unit="seconds",
-            bounds=_LIFETIME,
+            bounds=LIFETIME,
         ).metadata,
     )
     session_ttl_seconds: float = field(
@@ -177,7 +178,7 @@ class AgentConfig(DevicePluginConfig):
             Group.CACHE,
             "How long a request's session may stay unused.",
             unit="seconds",
-            bounds=_LIFETIME,
+            bounds=LIFETIME,
         ).metadata,
     )
     kv_event_log_size: int = field(
@@ -264,7 +265,7 @@ class AgentConfig(DevicePluginConfig):
             "Time from the arrival of a store or retrieve to its answer. One that takes longer is "
             "answered negatively, so that the engine goes on without it. 0 waits without end.",
             unit="seconds",
-            bounds=Bounds(0.1, _YEAR, zero_is_off=True),
+            bounds=Bounds(0.1, YEAR_SECONDS, zero_is_off=True),
         ).metadata,
     )
 
@@ -274,7 +275,7 @@ class AgentConfig(DevicePluginConfig):
             Group.LIVENESS,
             "Time a dead worker's memory may take to release before it is reported as stuck.",
             unit="seconds",
-            bounds=Bounds(0.1, _YEAR),
+            bounds=Bounds(0.1, YEAR_SECONDS),
         ).metadata,
     )
     reaping_settings: str = field(
@@ -394,8 +395,3 @@ class AgentConfig(DevicePluginConfig):
 
 OPTIONS: tuple[Option, ...] = options_of(AgentConfig)
 """Every setting as people meet it."""
-
-
-def bare_host(host: str) -> str:
-    """Take the brackets off an IPv6 host, which URLs need and socket calls do not."""
-    return host[1:-1] if host.startswith("[") and host.endswith("]") else host

@@ -46,6 +46,11 @@ class Bounds:
     zero_is_off: bool = False
 
 
+YEAR_SECONDS = 31_536_000
+LIFETIME = Bounds(1, YEAR_SECONDS)
+"""Of whatever ends after a time in seconds, and need not be switched off."""
+
+
 @dataclass(frozen=True, slots=True)
 class Flag:
     """What a field's type and default do not say.

@@ -5,11 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lmcache_nodeagent.config_flags import Bounds, Flag, Group, Option, options_of
+from lmcache_nodeagent.config_flags import (
+    LIFETIME,
+    YEAR_SECONDS,
+    Bounds,
+    Flag,
+    Group,
+    Option,
+    options_of,
+)
 
-_YEAR = 31_536_000
-_LIFETIME = Bounds(1, _YEAR)
-_CONFIRMATION = Bounds(3, _YEAR)
+_CONFIRMATION = Bounds(3, YEAR_SECONDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +28,7 @@ class ReapingConfig:
             Group.LIVENESS,
             "Silence after which a worker that has pinged counts as dead. 0 reaps nobody.",
             unit="seconds",
-            bounds=Bounds(30, _YEAR, zero_is_off=True),
+            bounds=Bounds(30, YEAR_SECONDS, zero_is_off=True),
         ).metadata,
     )
     worker_registration_grace_seconds: float = field(
@@ -31,7 +37,7 @@ class ReapingConfig:
             Group.LIVENESS,
             "Silence after which a worker that never pinged counts as dead.",
             unit="seconds",
-            bounds=_LIFETIME,
+            bounds=LIFETIME,
         ).metadata,
     )
     worker_heartbeat_interval_seconds: float = field(
@@ -40,7 +46,7 @@ class ReapingConfig:
             Group.LIVENESS,
             "Interval at which workers are set to ping.",
             unit="seconds",
-            bounds=Bounds(0.1, _YEAR),
+            bounds=Bounds(0.1, YEAR_SECONDS),
         ).metadata,
     )
     hint_confirm_seconds: float = field(

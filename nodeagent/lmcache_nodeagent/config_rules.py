@@ -59,3 +59,8 @@ def window_problems(
             f"({value_text(hint)}) or less: lower it to {value_text(hint)}, or raise "
             f"hint-confirm-seconds to {value_text(close)}"
         )
+
+
+def bare_host(host: str) -> str:
+    """Take the brackets off an IPv6 host, which URLs need and socket calls do not."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host

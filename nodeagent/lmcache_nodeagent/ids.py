@@ -14,11 +14,6 @@ MAX_INSTANCE_ID = 2**63 - 1
 """Largest instance id: stock clients mask a UUID to 63 bits (worker-liveness design, section 4)."""
 
 
-def is_instance_id(value: object) -> bool:
-    """Tell whether `value` lies in the documented domain: a real integer in 0..2**63-1."""
-    return type(value) is int and 0 <= value <= MAX_INSTANCE_ID
-
-
 def render_instance_id(instance_id: InstanceId) -> str:
     """Write an id as a decimal string: JSON readers in JavaScript and jq round 63-bit numbers."""
     return str(int(instance_id))

@@ -13,11 +13,12 @@ import pytest
 from lmcache_operator.api.crd import GROUP, PLURAL, VERSION, definition
 from tests.cluster.api import Api
 from tests.cluster.control_plane import ControlPlane
+from tests.cluster.operator_process import OperatorProcess
 from tests.cluster.programs import ProgramsMissing, find
+from tests.cluster.reconcile_world import World
 from tests.cluster.story import Story
 from tests.polling import poll_until
 
-_CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 _SERVED_SECONDS = 15.0
 
 
@@ -81,3 +82,18 @@ def story(
     assert kind
     with Story(control_plane, namespace, tmp_path) as story:
         yield story
+
+
+@pytest.fixture
+def world(api: Api, kind: str, namespace: str) -> Generator[World]:
+    """A namespace of this test's own, in which servers are made and looked at."""
+    found = World(api, kind, namespace)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def operator(control_plane: ControlPlane, world: World) -> Generator[OperatorProcess]:
+    """An operator that serves this test's namespace."""
+    with OperatorProcess(control_plane.kubeconfig, world.namespace) as process:
+        yield process

@@ -26,14 +26,6 @@ pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture
-def world(api: Api, kind: str, namespace: str) -> Generator[World]:
-    """A namespace of this test's own."""
-    found = World(api, kind, namespace)
-    yield found
-    found.close()
-
-
-@pytest.fixture
 def elsewhere(api: Api) -> Generator[str]:
     """Another namespace, for workers."""
     name = f"workers-{uuid.uuid4().hex[:6]}"

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator
 
 import pytest
 
 from lmcache_nodeagent.operator_link.messages import TOKEN_AUDIENCE
-from tests.cluster.api import Api
-from tests.cluster.control_plane import ControlPlane
 from tests.cluster.operator_process import OperatorProcess
 from tests.cluster.reconcile_world import BACK_SECONDS, Json, World
 
@@ -21,21 +18,6 @@ OWNED = (
     ("Service", "kv"),
     ("DaemonSet", "kv"),
 )
-
-
-@pytest.fixture
-def world(api: Api, kind: str, namespace: str) -> Generator[World]:
-    """A namespace of this test's own."""
-    found = World(api, kind, namespace)
-    yield found
-    found.close()
-
-
-@pytest.fixture
-def operator(control_plane: ControlPlane, world: World) -> Generator[OperatorProcess]:
-    """An operator that serves this test's namespace."""
-    with OperatorProcess(control_plane.kubeconfig, world.namespace) as process:
-        yield process
 
 
 @pytest.fixture

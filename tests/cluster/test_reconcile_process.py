@@ -22,21 +22,6 @@ CRD = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{PLURAL}.{GROUP}
 
 
 @pytest.fixture
-def world(api: Api, kind: str, namespace: str) -> Generator[World]:
-    """A namespace of this test's own."""
-    found = World(api, kind, namespace)
-    yield found
-    found.close()
-
-
-@pytest.fixture
-def operator(control_plane: ControlPlane, world: World) -> Generator[OperatorProcess]:
-    """A running operator of this test's namespace."""
-    with OperatorProcess(control_plane.kubeconfig, world.namespace) as process:
-        yield process
-
-
-@pytest.fixture
 def second(control_plane: ControlPlane, world: World) -> Generator[OperatorProcess]:
     """Another operator with the same settings; a test starts it."""
     process = OperatorProcess(control_plane.kubeconfig, world.namespace)

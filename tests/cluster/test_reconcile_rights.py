@@ -19,14 +19,6 @@ OWN = "lmcache-kube-system"
 
 
 @pytest.fixture
-def world(api: Api, kind: str, namespace: str) -> Generator[World]:
-    """A namespace of this test's own."""
-    found = World(api, kind, namespace)
-    yield found
-    found.close()
-
-
-@pytest.fixture
 def kubeconfig(control_plane: ControlPlane, api: Api, tmp_path: Path) -> Generator[Path]:
     """Credentials of the operator's ServiceAccount, as the manifests make it."""
     applied = control_plane.kubectl("apply", "-k", str(ROOT / "deploy"))

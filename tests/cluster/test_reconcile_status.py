@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from lmcache_operator.api.crd import definition
-from tests.cluster.api import APPLY, Api
+from tests.cluster.api import APPLY
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.operator_process import OperatorProcess
 from tests.cluster.reconcile_world import PATIENCE_SECONDS, Json, World
@@ -19,21 +19,6 @@ from tests.polling import poll_until
 
 IDLE_SECONDS = 60.0
 SETTLED_SECONDS = 60.0  # 30 s for agents to connect, then the last write
-
-
-@pytest.fixture
-def world(api: Api, kind: str, namespace: str) -> Generator[World]:
-    """A namespace of this test's own."""
-    found = World(api, kind, namespace)
-    yield found
-    found.close()
-
-
-@pytest.fixture
-def operator(control_plane: ControlPlane, world: World) -> Generator[OperatorProcess]:
-    """An operator that serves this test's namespace."""
-    with OperatorProcess(control_plane.kubeconfig, world.namespace) as process:
-        yield process
 
 
 NO_HINTS = {"hints": {"mode": "Disabled"}}

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conformance.conftest import CHUNK_TOKENS
+from tests.conformance.ranks import hold_a_prompt_together
 from tests.conformance.stock_process import StockFailed, StockProcess
 from tests.fakes.agent_process import FAST_WINDOWS, AgentProcess
 from tests.polling import poll_until
@@ -184,22 +185,7 @@ def test_two_workers_hold_a_prompt_together(
     stock: StockProcess, second_stock: StockProcess, url: str
 ) -> None:
     """Under a world size of 2 a prompt is found once both ranks stored; each loads its own part."""
-    ranks = (stock, second_stock)
-    for rank, worker in enumerate(ranks):
-        worker.ask("open", url, MODE, world_size=2, rank=rank)
-        worker.ask("register", seed=rank)
-    assert stock.ask("store", "cold", PROMPT, CHUNKS, STORED) is True
-    assert stock.ask("lookup", "half", PROMPT, CHUNKS) == 0
-    assert second_stock.ask("store", "cold", PROMPT, CHUNKS, STORED) is True
-    assert stock.ask("lookup", "warm", PROMPT, CHUNKS) == TOKENS
-    for worker in ranks:  # both at once
-        worker.tell("retrieve", "warm", PROMPT, CHUNKS, LOADED)
-    assert [worker.result() for worker in ranks] == [[], []]
-    loaded = [worker.ask("digest", LOADED, BLOCKS) for worker in ranks]
-    assert loaded == [worker.ask("digest", STORED, BLOCKS) for worker in ranks]
-    assert loaded[0] != loaded[1]
-    for request in ("half", "warm"):
-        stock.ask("end", request)
+    hold_a_prompt_together(stock, second_stock, url, MODE)
 
 
 def test_shutting_down_leaves_nothing(agent: AgentProcess, stock: StockProcess, url: str) -> None:

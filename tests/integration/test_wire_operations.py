@@ -30,7 +30,6 @@ from tests.polling import poll_until
 
 ANSWER_SECONDS = 2.0
 MIB = 1 << 20
-RETIRED = 11
 SERVED = {
     "register_kv_cache",
     "unregister_kv_cache",

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_nodeagent.config import OPTIONS, AgentConfig, bare_host
+from lmcache_nodeagent.config import OPTIONS, AgentConfig
 from lmcache_nodeagent.config_flags import ENV_PREFIX, Option, Value
 from lmcache_nodeagent.config_parsing import parse_config
+from lmcache_nodeagent.config_rules import bare_host
 from lmcache_nodeagent.config_upstream import ACCEPTED_SWITCHES, REFUSED_FLAGS, UpstreamFlag
 from lmcache_nodeagent.errors import ConfigError
 

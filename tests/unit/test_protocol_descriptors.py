@@ -15,8 +15,6 @@ from lmcache_nodeagent.protocol.messages import TensorDescriptor, TensorMetadata
 from lmcache_nodeagent.protocol.operations import OPERATIONS
 from tests.fixtures.wire.requests import HOST_TENSOR, METADATA, frames, tensor
 
-CONTIGUOUS = {"shape": [2, 4, 16, 2, 8], "stride": [1024, 256, 16, 8, 1]}
-
 OTHER_KINDS: dict[str, dict[str, object]] = {
     "cuda": {"handle": [0, b"h" * 66, 4096, 0, b"ref", 0, b"e" * 64, True], "metadata": METADATA},
     "cuda_raw": {

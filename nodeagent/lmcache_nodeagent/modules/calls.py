@@ -121,18 +121,6 @@ class Pending:
         listener(value)
 
 
-class Handler(Protocol):
-    """Serves one operation: gets the call and the decoded payload, returns the reply's value.
-
-    A `Pending` is answered when it settles. A `RequestError` becomes the operation's negative
-    reply, any other exception too, but as a failure of ours.
-    """
-
-    def __call__(self, call: Call, /, *payload: object) -> object:
-        """Serve the request. Thread: that of the operation's pool."""
-        ...
-
-
 class Module(Protocol):
     """A part that serves operations."""
 

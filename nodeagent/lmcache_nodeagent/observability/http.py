@@ -21,7 +21,7 @@ from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from waitress.server import MultiSocketServer, create_server
 
-from lmcache_nodeagent.config import bare_host
+from lmcache_nodeagent.config_rules import bare_host
 from lmcache_nodeagent.errors import ConfigError
 from lmcache_nodeagent.observability.metrics import CONTENT_TYPE as METRICS_TYPE
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from lmcache_nodeagent.config import SOCKETS_FOLDER, bare_host
+from lmcache_nodeagent.config import SOCKETS_FOLDER
+from lmcache_nodeagent.config_rules import bare_host
 from lmcache_nodeagent.errors import ConfigError
 from lmcache_nodeagent.transport.monitor import SocketMonitor
 from lmcache_nodeagent.transport.slot_sockets import SlotSockets
