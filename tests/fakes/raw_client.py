@@ -314,8 +314,18 @@ class Footprint:
         """Open descriptors."""
         return int(self._process.num_fds())
 
-    def growth_bytes(self) -> int:
-        """Return the growth of resident memory since the start."""
+    def growth_stays_below(self, limit_bytes: int, timeout_seconds: float = 5.0) -> None:
+        """Wait until resident memory is less than `limit_bytes` above the start's.
+
+        What the last messages held is freed after their replies are sent.
+        """
+        poll_until(
+            lambda: self._growth_bytes() < limit_bytes,
+            timeout_seconds,
+            f"memory is less than {limit_bytes} bytes above the {self.resident_bytes} at the start",
+        )
+
+    def _growth_bytes(self) -> int:
         return int(self._process.memory_info().rss) - self.resident_bytes
 
     def assert_threads_live(self) -> None:

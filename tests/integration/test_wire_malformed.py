@@ -182,7 +182,7 @@ def test_bombs_in_any_field_of_any_operation_are_refused(agent: AgentProcess, bo
                 payload = [*good[:index], bomb, *good[index + 1 :]]
                 refused(dealer, operation, payload)
         assert dealer.silent()
-        assert footprint.growth_bytes() < GROWTH_BYTES
+        footprint.growth_stays_below(GROWTH_BYTES)
         footprint.assert_threads_live()
 
 
@@ -198,7 +198,7 @@ def test_two_million_tokens_are_refused(agent: AgentProcess) -> None:
             reply = refused(dealer, operation, frames)
             if operation == "lookup":
                 assert "1048576" in str(reply.refusal)
-        assert footprint.growth_bytes() < GROWTH_BYTES
+        footprint.growth_stays_below(GROWTH_BYTES)
 
 
 def test_registrations_of_ten_thousand_tensors_are_refused(agent: AgentProcess) -> None:
@@ -213,7 +213,7 @@ def test_registrations_of_ten_thousand_tensors_are_refused(agent: AgentProcess) 
         assert [reply.uid for reply in replies] == list(range(100))
         assert all("4096" in str(reply.refusal) for reply in replies)
         assert agent.instances() == {}
-        assert footprint.growth_bytes() < GROWTH_BYTES
+        footprint.growth_stays_below(GROWTH_BYTES)
 
 
 @pytest.mark.parametrize("wrong", WRONG_IDS.values(), ids=WRONG_IDS)
@@ -417,6 +417,6 @@ def test_any_mutation_of_any_request_is_answered_exactly_once(
         assert dealer.silent()
         dealer.call("unregister_kv_cache", requests.INSTANCE_ID)
     footprint.assert_threads_live()
-    assert footprint.growth_bytes() < GROWTH_BYTES
+    footprint.growth_stays_below(GROWTH_BYTES)
     assert counted(agent.http_port, "requests_failed_total") == 0
     assert agent.get("/healthz")["healthy"] is True

@@ -241,7 +241,7 @@ def test_five_thousand_retrieves_for_an_unknown_instance_leave_nothing(
             answered.update(reply.uid for reply in replies)
         assert len(answered) == 5000
         assert set(answered.values()) == {1}
-        assert footprint.growth_bytes() < 20 * MIB
+        footprint.growth_stays_below(20 * MIB)
         poll_until(
             lambda: (
                 counted(

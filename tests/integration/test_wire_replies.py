@@ -116,7 +116,7 @@ def test_replies_to_a_slow_reader_all_arrive_once_it_reads(agent: AgentProcess) 
         assert len(replies) == 2000
         assert {reply.uid for reply in replies} == set(range(2000))
         assert slow.silent()
-        assert footprint.growth_bytes() < 20 * MIB
+        footprint.growth_stays_below(20 * MIB)
 
 
 def test_replies_beyond_what_is_kept_for_a_peer_are_dropped_and_counted(
@@ -135,7 +135,7 @@ def test_replies_beyond_what_is_kept_for_a_peer_are_dropped_and_counted(
             10,
             "the queue is full",
         )
-        assert footprint.growth_bytes() < 50 * MIB
+        footprint.growth_stays_below(50 * MIB)
         arrived = 0
 
         def every_reply_is_accounted_for() -> bool:
