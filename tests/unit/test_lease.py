@@ -91,6 +91,19 @@ async def test_only_one_of_many_holds_it() -> None:
 
 
 @on_loop
+async def test_a_process_of_the_same_name_goes_on_at_once() -> None:
+    """The container of a pod that runs again after a crash: its predecessor has ended."""
+    objects, clock = KubeObjects(), LoopClock()
+    async with running(lease(objects, clock, "pod-a")):
+        await clock.advance(0)
+    again = lease(objects, clock, "pod-a")
+    async with running(again):
+        await clock.advance(0)
+        assert again.is_held()
+    assert stored(objects)["leaseTransitions"] == 0
+
+
+@on_loop
 async def test_a_holder_that_is_gone_is_followed_within_its_duration_and_a_try() -> None:
     """15 s and a pause of at most 2.4 s after its last renewal; counted as a transition."""
     objects, clock = KubeObjects(), LoopClock()

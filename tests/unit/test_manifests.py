@@ -130,8 +130,9 @@ def test_operator_and_agents_are_of_one_image(operator: Manifest) -> None:
 def test_the_variables_are_flags(operator: Manifest) -> None:
     """A variable of no flag would be ignored."""
     flags = {field.name.upper() for field in dataclasses.fields(OperatorConfig)}
-    for item in container(operator)["env"]:
-        assert item["name"].removeprefix("LMCACHE_KUBE_") in flags
+    used = {"POD_NAME", "POD_UID"}  # by the value of another
+    names_given = {item["name"] for item in container(operator)["env"]} - used
+    assert {name.removeprefix("LMCACHE_KUBE_") for name in names_given} <= flags
 
 
 def test_agents_find_the_link(namespace: str, operator: Manifest, config: OperatorConfig) -> None:
@@ -275,3 +276,19 @@ def test_the_image_holds_what_the_tests_ran_with() -> None:
 def reference(server: Manifest) -> ServerRef:
     """Return how the operator refers to a server that is stored in some namespace."""
     return ServerRef(namespace="serving", name=server["metadata"]["name"], uid="some-uid")
+
+
+def test_a_restarted_container_goes_on_with_its_lease(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its name in the Lease is the pod's: unlike a process's it is the same after a crash."""
+    variables = {each["name"]: each for each in container(deployed("Deployment"))["env"]}
+    pod = {"POD_NAME": "metadata.name", "POD_UID": "metadata.uid"}
+    for name, path in pod.items():
+        assert variables[name]["valueFrom"]["fieldRef"]["fieldPath"] == path
+    identity = variables["LMCACHE_KUBE_IDENTITY"]["value"]
+    assert identity == "$(POD_NAME)_$(POD_UID)"
+    assert list(variables).index("LMCACHE_KUBE_IDENTITY") > list(variables).index("POD_UID")
+    monkeypatch.setenv("LMCACHE_KUBE_IDENTITY", "operator-0_11-22")
+    monkeypatch.setenv("LMCACHE_KUBE_OPERATOR_NAMESPACE", "lmcache-kube-system")
+    assert parse_config([]).identity == "operator-0_11-22"
