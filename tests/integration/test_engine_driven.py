@@ -102,7 +102,6 @@ def test_a_worker_killed_in_the_middle_of_a_load_leaves_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_a_frozen_worker_writes_and_reads_where_it_was_told_to(flags: tuple[str, ...]) -> None:
     """Reaped in the middle of both, it thaws: nobody's bytes change, and what it reads is right.
 

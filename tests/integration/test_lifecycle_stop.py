@@ -192,7 +192,6 @@ class _Watch(threading.Thread):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_it_leaves_in_the_middle_of_traffic_every_time() -> None:
     """64 clients that connect, ask and go, with status calls beside them: four rounds.
 

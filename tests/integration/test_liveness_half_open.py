@@ -24,7 +24,6 @@ def descriptors(agent: AgentProcess) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 @needs_root
 def test_half_open_connections_are_gone_within_twice_t_and_newcomers_register() -> None:
     """Their contexts go after T of silence: the loss of a network is no close."""

@@ -33,7 +33,6 @@ def stack() -> Generator[ExitStack]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_an_idle_worker_is_never_reaped_while_its_connection_is_open(stack: ExitStack) -> None:
     """Only one of eight ranks pings, and a prober pings for nobody; all eight stay."""
     agent = stack.enter_context(AgentProcess(*FLAGS))
@@ -65,7 +64,6 @@ def test_an_idle_worker_is_never_reaped_while_its_connection_is_open(stack: Exit
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_if_asked_to_the_agent_reaps_idle_workers_at_their_grace(stack: ExitStack) -> None:
     """Logged and counted; a retrieve is told no in under a second, a registration starts anew."""
     agent = stack.enter_context(AgentProcess(*FLAGS, "--reap-idle-connected"))

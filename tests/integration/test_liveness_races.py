@@ -70,7 +70,6 @@ class Racer(threading.Thread):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_a_reap_that_meets_a_registration_leaves_one_context_or_a_clear_no() -> None:
     """In a thousand rounds every request is answered, and as many contexts close as open."""
     windows = {"reap_timeout_seconds": REAP_TIMEOUT_SECONDS}
