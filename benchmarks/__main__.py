@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks import hints
 from benchmarks.results import Results
-from benchmarks.sections import ROWS, measure_messages, measure_releases, measure_starts
+from benchmarks.sections import ROWS, measure
 from benchmarks.servers import ROOT, stock_program
 
 
@@ -40,8 +40,7 @@ def main() -> int:
         quick=arguments.quick,
         only=tuple(arguments.only or ()),
     )
-    for measure in (measure_starts, measure_messages, measure_releases):
-        measure(results)
+    measure(results)
     results.write(
         arguments.output, {**_machine(), "rounds": results.rounds, "quick": results.quick}
     )

@@ -6,6 +6,7 @@ Frames are encoded before the clock runs, so that what is timed is the server an
 from __future__ import annotations
 
 import itertools
+import time
 from types import TracebackType
 from typing import Self
 
@@ -14,6 +15,9 @@ import zmq
 from lmcache_worker.wire import decode_reply, encode_request
 
 TIMEOUT_SECONDS = 30.0
+
+_DOCUMENT = 2
+"""The frame after uid and operation."""
 
 Frames = list[bytes]
 
@@ -43,16 +47,32 @@ class Dealer:
             return None
         return self.socket.recv_multipart()
 
-    def exchange(self, frames: Frames) -> Frames:
+    def exchange(self, frames: Frames, timeout_seconds: float = TIMEOUT_SECONDS) -> Frames:
         """Send a request and return its reply; no other may be in flight.
 
         Raises:
             TimeoutError: No reply.
         """
         self.send(frames)
-        while (reply := self.receive()) is not None:
+        while (reply := self.receive(timeout_seconds)) is not None:
             if reply[0] == frames[0]:  # the agent's probes carry a uid that no client reaches
                 return reply
+        raise TimeoutError(f"no reply within {timeout_seconds} s")
+
+    def timed(self, frames: Frames) -> tuple[float, memoryview]:
+        """Send a request; return the seconds until its reply is here, and the reply's document.
+
+        Neither is copied on the way between the caller and libzmq: for what is large.
+
+        Raises:
+            TimeoutError: No reply, or one that refuses.
+        """
+        begin = time.perf_counter()
+        self.socket.send_multipart(frames, copy=False)
+        while self.socket.poll(int(TIMEOUT_SECONDS * 1000)):
+            reply = self.socket.recv_multipart(copy=False)
+            if reply[0].bytes == frames[0] and len(reply) == _DOCUMENT + 1:
+                return time.perf_counter() - begin, reply[_DOCUMENT].buffer
         raise TimeoutError(f"no reply within {TIMEOUT_SECONDS} s")
 
     def call(self, operation: str, *payload: object) -> object:

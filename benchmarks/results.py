@@ -12,15 +12,22 @@ from pathlib import Path
 
 from benchmarks.servers import AGENT, STOCK
 
+MEMCPY = "memcpy"
+"""Under this name a row has the samples of a plain copy of as many bytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table. `key` is what `--only` takes (a prefix is enough)."""
+    """One line of the table. `key` is what `--only` takes (a prefix is enough).
+
+    `beside_memcpy`: it has its share of what a plain copy reaches.
+    """
 
     key: str
     title: str
     unit: str
     higher_is_better: bool = False
+    beside_memcpy: bool = False
 
 
 @dataclass(slots=True)
@@ -44,12 +51,16 @@ class Results:
             if row.key == key
         )
 
+    def row(self, key: str) -> Row:
+        """Return the row of a key."""
+        return next(row for row in self.rows if row.key == key)
+
     def add(self, key: str, server: str, *values: float) -> None:
         """Take samples, and show them on standard error."""
         self.samples.setdefault((key, server), []).extend(values)
         seconds = time.monotonic() - self.started_at
         shown = ", ".join(f"{value:.4g}" for value in values)
-        print(f"[{seconds:5.0f} s] {key:<18} {server:<8} {shown}", file=sys.stderr, flush=True)
+        print(f"[{seconds:5.0f} s] {key:<25} {server:<8} {shown}", file=sys.stderr, flush=True)
 
     def cannot(self, key: str, server: str, why: str) -> None:
         """Note that a server does not offer what a row measures."""
@@ -67,20 +78,26 @@ class Results:
             return None
         return agent / stock if row.higher_is_better else stock / agent
 
+    def share(self, row: Row) -> float | None:
+        """Return how much of a plain copy's rate the agent reaches."""
+        agent, memcpy = self.median(row.key, AGENT), self.median(row.key, MEMCPY)
+        return agent / memcpy if agent and memcpy else None
+
     def table(self) -> str:
         """Return the table as Markdown."""
-        lines = ["| measured | unit | agent | lmcache | agent is better by | rounds |"]
-        lines.append("|---|---|---:|---:|---:|---:|")
+        lines = ["| measured | unit | agent | lmcache | agent is better by | memcpy | of memcpy |"]
+        lines.append("|---|---|---:|---:|---:|---:|---:|")
         for row in self.rows:
             if not self.wants(row.key):
                 continue
-            ratio = self.ratio(row)
-            rounds = len(self.samples.get((row.key, AGENT), ()))
+            ratio, share, memcpy = self.ratio(row), self.share(row), self.median(row.key, MEMCPY)
             cells = [row.title, row.unit, self._cell(row, AGENT), self._cell(row, STOCK)]
-            cells += ["-" if ratio is None else f"{ratio:.2f} x", str(rounds)]
+            cells.append("-" if ratio is None else f"{ratio:.2f} x")
+            cells.append("" if memcpy is None else _figure(memcpy))
+            cells.append("" if share is None else f"{share:.0%}")
             lines.append(f"| {' | '.join(cells)} |")
         notes = [
-            f"- {key}, {server}: {why}"
+            f"- {self.row(key).title}, {server}: {why}"
             for (key, server), why in self.impossible.items()
             if self.wants(key)
         ]
@@ -102,6 +119,8 @@ class Results:
                 "unit": row.unit,
                 "higher_is_better": row.higher_is_better,
                 "ratio": self.ratio(row),
+                "share_of_memcpy": self.share(row),
+                "memcpy": self.samples.get((row.key, MEMCPY), []),
                 **{
                     server: {
                         "median": self.median(row.key, server),

@@ -11,9 +11,10 @@ import time
 from pathlib import Path
 
 from benchmarks.dealer import Dealer
-from benchmarks.worker import BLOCKS_PER_CHUNK, CHUNK_TOKENS, Model, Prompts, Worker
+from benchmarks.models import BLOCKS_PER_CHUNK, CHUNK_TOKENS, planes_first
+from benchmarks.worker import Prompts, Worker
 
-_MODEL = Model("victim", layers=2, heads=1, head_size=64, blocks=64)
+_MODEL = planes_first("victim", layers=2, heads=1, head_size=64, blocks=64)
 _PING_SECONDS = 1.0
 
 

@@ -4,42 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from benchmarks.dealer import Dealer, Frames
+from benchmarks.dealer import TIMEOUT_SECONDS, Dealer, Frames
+from benchmarks.models import CHUNK_TOKENS, Model, block_ids, kept_ids
 from lmcache_worker.client import HOST_EVENT
 from lmcache_worker.shared_memory import SharedKvCache
 from lmcache_worker.wire import CacheKey
 
-CHUNK_TOKENS = 256
-BLOCK_TOKENS = 16
-BLOCKS_PER_CHUNK = CHUNK_TOKENS // BLOCK_TOKENS
 VOCABULARY = 128_000
 """Token ids are drawn from a vocabulary of today's size, so that they encode to 1 to 5 bytes."""
 
 _numbers = itertools.count()
 
 _VISIBLE_SECONDS = 5.0  # upstream answers a store before lookups can see it
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A KV layout: layers of [2, blocks, 16, heads, head size], bfloat16."""
-
-    name: str
-    layers: int
-    heads: int
-    head_size: int
-    blocks: int
-
-    @property
-    def token_bytes(self) -> int:
-        """KV bytes of one token."""
-        return 2 * 2 * self.heads * self.head_size * self.layers
 
 
 class Prompts:
@@ -64,26 +47,39 @@ class Worker:
     def __init__(self, model: Model, instance_id: int) -> None:
         self.model = model
         self.instance_id = instance_id
-        shape = [2, model.blocks, BLOCK_TOKENS, model.heads, model.head_size]
-        self._caches = [SharedKvCache.create(shape) for _ in range(model.layers)]
-        for number, cache in enumerate(self._caches):
-            pattern = np.arange(cache.array[0, 0].size, dtype=np.uint16) + number
-            blocks = np.arange(model.blocks, dtype=np.uint16)[:, None]
-            cache.array.reshape(2, model.blocks, -1)[...] = pattern + blocks
+        self._caches = [SharedKvCache.create(layer.shape, layer.dtype) for layer in model.layers]
+        for number, blocks in enumerate(self._blocks):
+            rest = blocks.shape[1:]
+            pattern = np.arange(number, number + math.prod(rest)).reshape(rest)
+            for block, content in enumerate(blocks):
+                content[...] = (pattern + block).astype(content.dtype)
 
-    def register(self, dealer: Dealer) -> None:
-        """Let a server map the memory."""
+    @property
+    def _blocks(self) -> list[npt.NDArray[np.generic]]:
+        """Each layer's memory, blocks first."""
+        return [
+            np.moveaxis(cache.array, layer.block_axis, 0)
+            for cache, layer in zip(self._caches, self.model.layers, strict=True)
+        ]
+
+    def register(self, dealer: Dealer, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+        """Let a server map the memory.
+
+        Raises:
+            TimeoutError: Upstream does not answer a registration that it refuses.
+        """
         tensors = [cache.tensor for cache in self._caches]
-        dealer.call(
+        request = dealer.request(
             "register_kv_cache",
             self.instance_id,
             tensors,
             self.model.name,
             1,
             "vllm",
-            {"kv_layout": "NHD"},
-            [],
+            {"kv_layout": self.model.hint},
+            list(self.model.groups),
         )
+        dealer.exchange(request, timeout_seconds)
 
     def unregister(self, dealer: Dealer) -> None:
         """Let a server unmap it."""
@@ -98,45 +94,43 @@ class Worker:
         self, dealer: Dealer, tokens: Sequence[int], request_id: str, blocks: Sequence[int]
     ) -> Frames:
         """Encode a store."""
-        key = self.key(tokens, request_id)
-        return dealer.request("store", key, self.instance_id, [list(blocks)], HOST_EVENT)
+        key, lists = self.key(tokens, request_id), self._block_lists(blocks)
+        return dealer.request("store", key, self.instance_id, lists, HOST_EVENT)
 
     def retrieve(
         self, dealer: Dealer, tokens: Sequence[int], request_id: str, blocks: Sequence[int]
     ) -> Frames:
         """Encode a retrieve."""
-        key = self.key(tokens, request_id)
-        return dealer.request("retrieve", key, self.instance_id, [list(blocks)], HOST_EVENT, 0)
+        key, lists = self.key(tokens, request_id), self._block_lists(blocks)
+        return dealer.request("retrieve", key, self.instance_id, lists, HOST_EVENT, 0)
+
+    def _block_lists(self, blocks: Sequence[int]) -> list[list[int]]:
+        return [block_ids(group, blocks) for group in self.model.block_lists]
 
     def wait_visible(self, dealer: Dealer, tokens: Sequence[int], request_id: str) -> None:
-        """Look up until every chunk is a hit; the request then holds its read locks.
-
-        Raises:
-            TimeoutError: Not all chunks became visible.
-        """
-        key = self.key(tokens, request_id, shard=None)
-        deadline = time.monotonic() + _VISIBLE_SECONDS
-        while look_up(dealer, dealer.request("lookup", key, 1), request_id) != key.end // 256:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{key.end // CHUNK_TOKENS} stored chunks are not all found")
-            self.let_go(dealer, tokens, request_id)
+        """See `wait_visible`."""
+        wait_visible(dealer, self.key(tokens, request_id, shard=None))
 
     def let_go(self, dealer: Dealer, tokens: Sequence[int], request_id: str) -> None:
         """Give up the locks of a lookup and end the request."""
-        dealer.call("free_lookup_locks", self.key(tokens, request_id, shard=None), 1)
-        dealer.call("end_session", request_id)
+        let_go(dealer, self.key(tokens, request_id, shard=None))
 
     def blank(self, blocks: Sequence[int]) -> None:
         """Zero some blocks."""
-        for cache in self._caches:
-            cache.array[:, list(blocks)] = 0
+        for layer, ids in self._kept(blocks):
+            layer[ids] = 0
 
     def same(self, blocks: Sequence[int], others: Sequence[int]) -> bool:
         """Tell whether two lists of blocks have the same bytes in all layers."""
-        return all(
-            np.array_equal(cache.array[:, list(blocks)], cache.array[:, list(others)])
-            for cache in self._caches
-        )
+        pairs = zip(self._kept(blocks), self._kept(others), strict=True)
+        return all(np.array_equal(one[ids], one[others]) for (one, ids), (_, others) in pairs)
+
+    def _kept(self, blocks: Sequence[int]) -> Iterator[tuple[npt.NDArray[np.generic], list[int]]]:
+        """Yield each layer with the ids of what is copied of it."""
+        layers = self._blocks
+        for group in self.model.block_lists:
+            for index in group.layer_indices:
+                yield layers[index], kept_ids(group, blocks)
 
     def close(self) -> None:
         """Remove the memory."""
@@ -166,3 +160,23 @@ def look_up(dealer: Dealer, lookup: Frames, request_id: str) -> int:
         if found is not None:
             assert isinstance(found, int)
             return found
+
+
+def wait_visible(dealer: Dealer, key: CacheKey) -> None:
+    """Look up until every chunk is a hit; the request then holds its read locks.
+
+    Raises:
+        TimeoutError: Not all chunks became visible.
+    """
+    deadline = time.monotonic() + _VISIBLE_SECONDS
+    chunks = key.end // CHUNK_TOKENS
+    while look_up(dealer, dealer.request("lookup", key, 1), key.request_id) != chunks:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{chunks} stored chunks are not all found")
+        let_go(dealer, key)
+
+
+def let_go(dealer: Dealer, key: CacheKey) -> None:
+    """Give up the locks of a lookup and end the request."""
+    dealer.call("free_lookup_locks", key, 1)
+    dealer.call("end_session", key.request_id)
