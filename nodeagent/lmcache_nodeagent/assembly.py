@@ -227,9 +227,10 @@ def assemble(env: Environment) -> Assembled:
     )
     late.targets = transfers
 
-    def housekeeping(moment: float) -> None:
+    def housekeeping(moment: float) -> float:
         lookup.expire(moment)
         quarantine.sweep(moment)
+        return min(sessions.expiry_due_at, quarantine.sweep_due_at)
 
     reaper = Reaper(
         late.targets,

@@ -1,8 +1,9 @@
 """What a lookup promised, and to whom: until a retrieve, a free, the session's end or its time-out.
 
 A session belongs to the connection that looked up, so that two engines that use one request id
-never meet. A reused id starts anew: chunk hashes are computed from the tokens of each request and
-are never remembered by id. Pins are opaque keys here; whoever calls does the unpinning.
+never meet; once that is closed, any other of its peer may go on with it. A reused id starts anew:
+chunk hashes are computed from the tokens of each request and are never remembered by id. Pins are
+opaque keys here; whoever calls does the unpinning.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
+from typing import Protocol
 
 from lmcache_nodeagent.clock import Now, monotonic
 
@@ -24,6 +26,15 @@ Listener = Callable[[int], None]
 _EXPIRY_SCAN_SECONDS = 1.0
 
 
+class Owner(Protocol):
+    """The connection that looked up; it is itself only."""
+
+    @property
+    def is_open(self) -> bool:
+        """Not yet found closed."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class Session:
     """One request of one engine. Guarded by the table's lock.
@@ -33,7 +44,7 @@ class Session:
     there is none yet, and `listeners` wait for it. Moments are monotonic seconds.
     """
 
-    owner: Hashable
+    owner: Owner
     peer: str
     request_id: str
     hit_chunks: int | None
@@ -82,18 +93,17 @@ class SessionTable:
         self._by_request: dict[str, list[Session]] = {}
         self._count = 0
         self._next_expiry_scan = 0.0
+        self._expiry_due_at = 0.0
 
     def start(
-        self, owner: Hashable, peer: str, request_id: str, hit_chunks: int, pins: Pins, now: float
+        self, owner: Owner, peer: str, request_id: str, hit_chunks: int, pins: Pins, now: float
     ) -> Pins:
         """Begin a session with a lookup's result; return the pins of one that it replaces."""
         session, replaced = self.begin(owner, peer, request_id, now)
         self.finish(session, hit_chunks, pins)
         return replaced
 
-    def begin(
-        self, owner: Hashable, peer: str, request_id: str, now: float
-    ) -> tuple[Session, Pins]:
+    def begin(self, owner: Owner, peer: str, request_id: str, now: float) -> tuple[Session, Pins]:
         """Begin a session whose lookup runs; return it, and the pins of one that it replaces."""
         session = Session(
             owner=owner,
@@ -134,7 +144,7 @@ class SessionTable:
         _tell(listeners, hit_chunks)
         return NO_PINS
 
-    def take_status(self, owner: Hashable, peer: str, request_id: str) -> int | None:
+    def take_status(self, owner: Owner, peer: str, request_id: str) -> int | None:
         """Return the hit in chunks, once; 0 for an unknown request and after that.
 
         None while the lookup runs: ask again.
@@ -150,7 +160,7 @@ class SessionTable:
             return hit_chunks
 
     def wait_status(
-        self, owner: Hashable, peer: str, request_id: str, listener: Listener
+        self, owner: Owner, peer: str, request_id: str, listener: Listener
     ) -> int | None:
         """As `take_status`; but None means that `listener` will get the result of the lookup."""
         with self._lock:
@@ -161,7 +171,7 @@ class SessionTable:
         return self.take_status(owner, peer, request_id)
 
     def release(
-        self, owner: Hashable, peer: str, request_id: str, keys: Iterable[Hashable], count: int
+        self, owner: Owner, peer: str, request_id: str, keys: Iterable[Hashable], count: int
     ) -> Pins:
         """Give back up to `count` pins of each key, as far as this session has them."""
         released: dict[Hashable, int] = {}
@@ -197,7 +207,7 @@ class SessionTable:
                     self._used_locked(session)
         return consumed
 
-    def end(self, owner: Hashable, peer: str, request_id: str) -> Callable[[], Pins] | None:
+    def end(self, owner: Owner, peer: str, request_id: str) -> Callable[[], Pins] | None:
         """End a session; None if there is none. A new lookup with its id starts anew at once.
 
         The answer gives the pins that are left, once, when it is called: the caller waits with
@@ -234,8 +244,25 @@ class SessionTable:
                 elif session.pins_expire_at > now:
                     continue
                 expired.append(_taken(session))
+            self._expiry_due_at = self._next_expiry_locked(now)
         _tell(listeners, 0)
         return expired
+
+    @property
+    def expiry_due_at(self) -> float:
+        """When to call `expire` again at the latest, if nothing shall outlive its time for long."""
+        with self._lock:
+            return self._expiry_due_at
+
+    def _next_expiry_locked(self, now: float) -> float:
+        """The earliest end of what is here, or of what may begin from now on."""
+        assert self._lock.locked()
+        ends = [now + min(self._pin_ttl_seconds, self._session_ttl_seconds)]
+        for session in (s for sessions in self._by_request.values() for s in sessions):
+            ends.append(session.expires_at)
+            if session.pins_expire_at > now:
+                ends.append(session.pins_expire_at)
+        return max(min(ends), self._next_expiry_scan)
 
     def leases(self) -> Sequence[Lease]:
         """Return what each session holds now, oldest first."""
@@ -265,12 +292,17 @@ class SessionTable:
         assert self._lock.locked()
         session.expires_at = self._now() + self._session_ttl_seconds
 
-    def _find_locked(self, owner: Hashable, peer: str, request_id: str) -> Session | None:
-        """The owner's own session, or else one of its peer: a client that reconnected."""
+    def _find_locked(self, owner: Owner, peer: str, request_id: str) -> Session | None:
+        """The owner's own session, or else one of its peer's that nobody has any more.
+
+        What another engine behind the same address has open is none of its business.
+        """
         assert self._lock.locked()
         living = [s for s in self._by_request.get(request_id, ()) if not s.ended]
         own = next((s for s in living if s.owner is owner), None)
-        return own or next((s for s in living if peer and s.peer == peer), None)
+        return own or next(
+            (s for s in living if peer and s.peer == peer and not s.owner.is_open), None
+        )
 
     def _remove_locked(self, session: Session) -> None:
         """Take a session out of the table; fine if it is out already."""

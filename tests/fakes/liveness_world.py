@@ -7,6 +7,7 @@ when the reaper gets it wrong: a living worker reaped, or a dead one kept beyond
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
@@ -81,7 +82,7 @@ class World:
             ReapedLately(),
             discard,
             self.now,
-            lambda _: None,
+            lambda _: math.inf,
         )
         self.reaper.watch(self.router)
         self._numbers, self._serials = count(1), count(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from threading import Event as Woken
@@ -63,6 +64,7 @@ class ReaperBench:
         self.journal, self.reaped_lately = Journal("boot"), ReapedLately()
         self.threads = ThreadsByHand()
         self.housekeeping: Callable[[float], None] = lambda _: None
+        self.housekeeping_due_at = math.inf
         self.releaser = Releaser(
             self.threads,
             self.facts.append,
@@ -86,9 +88,10 @@ class ReaperBench:
         )
         self.reaper.watch(self.router)
 
-    def keep_house(self, now: float) -> None:
+    def keep_house(self, now: float) -> float:
         """Do what the test has put there."""
         self.housekeeping(now)
+        return self.housekeeping_due_at
 
     def register(self, number: int, address: str = "", *, at: float = 1000.0) -> FakeEntry:
         """Add an instance that pinged at `at`, on a peer of its own unless told."""

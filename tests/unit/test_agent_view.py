@@ -79,7 +79,7 @@ class Bench(ModuleBench):
             self.reaped_lately,
             discard,
             self.now,
-            lambda _: None,
+            lambda _: 0.0,
         )
         self.reaper.watch(self.router)
 

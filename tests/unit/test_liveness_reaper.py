@@ -30,6 +30,13 @@ def test_nothing_to_judge_means_to_look_again_after_a_while() -> None:
         assert kept == [1000.0]
 
 
+def test_housekeeping_says_when_it_is_due_again() -> None:
+    """A lease that ends sooner than a quarter of T is not held longer for that."""
+    bench = ReaperBench()
+    bench.housekeeping_due_at = 1002.0
+    assert bench.reaper.scan() == 1002.0
+
+
 def test_it_sleeps_until_the_earliest_deadline() -> None:
     """Not until the next quarter of T."""
     bench = ReaperBench()

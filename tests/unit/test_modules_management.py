@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from lmcache_nodeagent.events import Event, FalseReap, HintCancelled, UnknownInstanceTold
@@ -41,7 +43,7 @@ class Bench(ModuleBench):
             self.reaped_lately,
             self.told.append,
             self.now,
-            lambda _: None,
+            lambda _: math.inf,
         )
         self.management = ManagementModule(
             [self.transfer, self.other],

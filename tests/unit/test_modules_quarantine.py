@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from dataclasses import dataclass
 from typing import TypedDict
@@ -97,12 +98,15 @@ def test_closed_connections_end_it(kind: CloseKind, seconds: float) -> None:
     bench = ModuleBench()
     engine, _ = frozen_in_a_store(bench)
     assert sweep(bench) == 0
+    assert bench.quarantine.sweep_due_at == math.inf
     close(engine.worker, bench.now(), kind)
+    assert bench.quarantine.sweep_due_at == bench.now() + seconds
     bench.now.advance(seconds - 0.1)
     assert sweep(bench) == 0
     bench.now.advance(0.1)
     assert sweep(bench) == 1
     assert staging(bench) == 0
+    assert bench.quarantine.sweep_due_at == math.inf
     (recovered,) = [fact for fact in bench.facts if isinstance(fact, SlotsRecovered)]
     assert (recovered.recovered_bytes, recovered.transfers) == (2 * 4096, 1)
     assert recovered.seconds == pytest.approx(seconds)

@@ -274,11 +274,11 @@ def test_a_lost_share_that_nobody_can_name_is_left_to_the_end() -> None:
     engine.unregister()
     with pytest.raises(NotRegistered):
         engine.retrieve(end=1)
-    other = Engine(bench, 2)
+    Engine(bench, 2)
     with pytest.raises(NotRegistered):
         engine.retrieve(end=1, rank=None)
     assert bench.pins() == 1
-    other.end()
+    engine.end()
     bench.transfers_end()
     assert bench.pins() == 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import strategies as st
@@ -12,7 +13,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from lmcache_nodeagent.sessions import Lease, Pins, SessionTable
 
 TTL, LEASE = 600.0, 300.0
-A, B = object(), object()
+
+
+@dataclass(eq=False)
+class FakeOwner:
+    """A connection."""
+
+    is_open: bool = True
+
+
+A, B = FakeOwner(), FakeOwner()
 
 
 def table() -> SessionTable:
@@ -58,11 +68,26 @@ def test_another_peers_session_is_not_found() -> None:
 
 
 def test_a_client_that_reconnected_goes_on_with_its_session() -> None:
-    """Another connection, the same peer; its own session comes first."""
-    sessions = started()
+    """Another connection, the same peer, the first one closed; its own session comes first."""
+    sessions, gone = table(), FakeOwner(is_open=False)
+    sessions.start(gone, "a", "r1", 2, {"x": 1}, 0.0)
     assert sessions.take_status(B, "a", "r1") == 2
     sessions.start(B, "a", "r1", 7, {}, 0.0)
     assert sessions.take_status(B, "a", "r1") == 7
+
+
+def test_engines_behind_one_address_do_not_meet() -> None:
+    """What another open connection of the peer looked up is not there, in any operation.
+
+    An engine may end a request twice, or ask for one that it never looked up.
+    """
+    sessions = started()
+    assert sessions.end(B, "a", "r1") is None
+    assert sessions.release(B, "a", "r1", ["x"], 1) == {}
+    assert sessions.take_status(B, "a", "r1") == 0
+    assert sessions.wait_status(B, "a", "r1", lambda _: None) == 0
+    assert sessions.take_status(A, "a", "r1") == 2
+    assert sessions.release(A, "a", "r1", ["x", "y"], 1) == {"x": 1, "y": 1}
 
 
 def test_a_reused_request_id_starts_anew() -> None:
@@ -251,6 +276,23 @@ def test_expiry_looks_once_a_second_at_most() -> None:
     assert list(sessions.expire(LEASE + 0.5)) == [{"x": 1, "y": 1}]
 
 
+def test_expiry_is_due_when_the_first_lease_or_session_ends() -> None:
+    """Also of one that begins after the look at them; not sooner than the next look counts."""
+    sessions = table()
+    sessions.expire(10.0)
+    assert sessions.expiry_due_at == 10.0 + LEASE
+    sessions.start(A, "a", "r1", 2, {"x": 1}, 20.0)
+    sessions.expire(30.0)
+    assert sessions.expiry_due_at == 20.0 + LEASE
+    assert sessions.expire(19.5 + LEASE) == []
+    assert sessions.expiry_due_at == 20.5 + LEASE
+    assert sessions.expire(20.5 + LEASE) == [{"x": 1}]
+    assert sessions.expiry_due_at == 20.0 + TTL
+    sessions.expire(20.0 + TTL)
+    assert len(sessions) == 0
+    assert sessions.expiry_due_at == 20.0 + TTL + LEASE
+
+
 def test_ten_thousand_that_never_end_expire_by_age() -> None:
     """Their worker stays alive; their locks are freed all the same."""
     sessions = table()
@@ -265,7 +307,7 @@ def test_ten_thousand_that_never_end_expire_by_age() -> None:
     assert freed == {"x": 10_000}
 
 
-OWNERS = st.sampled_from([(A, "a"), (B, "b"), (B, "a")])
+OWNERS = st.sampled_from([(A, "a"), (B, "b"), (B, "a"), (FakeOwner(is_open=False), "a")])
 REQUESTS = st.sampled_from(["r1", "r2"])
 KEYS = st.lists(st.sampled_from("xyz"), max_size=3, unique=True)
 PINS = st.dictionaries(st.sampled_from("xyz"), st.integers(1, 3))
@@ -287,14 +329,16 @@ class SessionMachine(RuleBasedStateMachine):
         assert all(count >= 0 for count in self.held.values())
 
     @rule(owner=OWNERS, request=REQUESTS, pins=PINS)
-    def start(self, owner: tuple[object, str], request: str, pins: Pins) -> None:
+    def start(self, owner: tuple[FakeOwner, str], request: str, pins: Pins) -> None:
         """A look-up."""
         replaced = self.sessions.start(*owner, request, 1, pins, self.now)
         self.back(replaced)
         self.held.update(pins)
 
     @rule(owner=OWNERS, request=REQUESTS, keys=KEYS, count=st.integers(1, 3))
-    def release(self, owner: tuple[object, str], request: str, keys: list[str], count: int) -> None:
+    def release(
+        self, owner: tuple[FakeOwner, str], request: str, keys: list[str], count: int
+    ) -> None:
         """The scheduler gives back."""
         self.back(self.sessions.release(*owner, request, keys, count))
 
@@ -306,7 +350,7 @@ class SessionMachine(RuleBasedStateMachine):
         self.back(taken)
 
     @rule(owner=OWNERS, request=REQUESTS)
-    def end(self, owner: tuple[object, str], request: str) -> None:
+    def end(self, owner: tuple[FakeOwner, str], request: str) -> None:
         """The end, settled later."""
         settle = self.sessions.end(*owner, request)
         if settle is not None:

@@ -86,8 +86,9 @@ class Reaper:
         reaped_lately: ReapedLately,
         publish: Publish,
         now: Now,
-        housekeeping: Callable[[float], None],
+        housekeeping: Callable[[float], float],
     ) -> None:
+        """`housekeeping` is done with every scan, and says when it shall be done again at last."""
         self._targets = targets
         self._ledger = ledger
         self._stalls = stalls
@@ -138,8 +139,9 @@ class Reaper:
         """Look at every entry once, take out the dead, return when to look again (monotonic)."""
         now = self._now()
         settings = self._settings()
-        self._housekeeping(now)
+        housekeeping_due_at = self._housekeeping(now)
         survey = self._survey(now, settings)
+        survey.deadlines.append(housekeeping_due_at)
         if not is_mass_silence(survey.silent_peers, len(survey.pinging_peers)):
             self._brake_until = None
         if survey.due and settings.reaps:

@@ -7,6 +7,7 @@ its memory only when the kernel has told of the process's end, or all its connec
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -129,6 +130,13 @@ class SlotQuarantine:
             self._publish(SlotsRecovered(held.instance_id, nbytes, count, now - held.since))
         return len(gone)
 
+    @property
+    def sweep_due_at(self) -> float:
+        """When to sweep again, unless there is new evidence before; infinity if for nobody."""
+        with self._lock:
+            held = list(self._held)
+        return min(map(self._gone_at, held), default=math.inf)
+
     def held_bytes(self) -> int:
         """Bytes of slots that their writers have left; pinned chunks are counted as pinned."""
         with self._lock:
@@ -145,18 +153,21 @@ class SlotQuarantine:
 
     def _is_over(self, held: _Held, now: float) -> bool:
         """Tell whether nobody can use the slots any more, or whoever could has confirmed all."""
-        if not len(held.pending):
-            return True
-        return all(self._is_gone(connection, now) for connection in held.connections)
+        return not len(held.pending) or now >= self._gone_at(held)
 
-    def _is_gone(self, connection: Connection, now: float) -> bool:
+    def _gone_at(self, held: _Held) -> float:
+        """When the last connection counts as gone, as far as is known now."""
+        return max(map(self._connection_gone_at, held.connections), default=-math.inf)
+
+    def _connection_gone_at(self, connection: Connection) -> float:
         if connection.process_gone:
-            return True
+            return -math.inf
         if connection.closed_at is None:
-            return False
+            return math.inf
         by_peer = connection.close_kind is CloseKind.PEER
-        wanted = self._close_confirm_seconds() if by_peer else self._patience_seconds
-        return now - connection.closed_at >= wanted
+        return connection.closed_at + (
+            self._close_confirm_seconds() if by_peer else self._patience_seconds
+        )
 
     def _unpin(self, transfer: Transfer) -> None:
         for key in transfer.keys:
