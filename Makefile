@@ -94,6 +94,10 @@ test: cluster-programs ## Unit, integration and API server tests with the covera
 unit: $(READY) ## Unit tests: no sockets, threads or sleeps
 	$(BIN)/pytest $(COMPUTE) tests/unit
 
+.PHONY: explore
+explore: $(READY) ## Random examples for the property tests, which else draw the same ones
+	$(BIN)/pytest $(COMPUTE) --hypothesis-profile exploring $(ARGS) tests/unit
+
 .PHONY: integration
 integration: $(READY) ## Integration tests: the real agent as a process, real clients
 	$(BIN)/pytest $(WAIT) tests/integration

@@ -1,12 +1,31 @@
-"""What holds for every test: it leaves nothing behind."""
+"""What holds for every test: it leaves nothing behind, and draws the same examples every time.
+
+A change is refused for what it does, not for what was drawn this once. `make explore` draws others.
+No test has a time limit for each example: a busy machine would break it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Generator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.leaks import Holdings, leaks_since
+
+settings.register_profile(
+    "repeatable",
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile(
+    "exploring",
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("repeatable")
 
 _BEFORE = pytest.StashKey[Holdings]()
 

@@ -354,6 +354,8 @@ class CacheMachine(RuleBasedStateMachine):
     def copying_worker_goes(self, worker: int, *, reaped: bool, comes_back: bool) -> None:
         """What it was told stays its own while its process may live."""
         engine = self.copying[worker]
+        if not self._is_registered(engine):
+            return  # it has gone, and is frozen or dead
         if reaped:
             engine.reap()
         else:
@@ -371,11 +373,12 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(worker=workers)
     def copying_worker_comes(self, worker: int) -> None:
         """A new process under the same id; the old one has to have gone from the table before."""
-        if not any(
-            entry.instance_id == self.copying[worker].instance_id
-            for entry in self.bench.engine_driven.context_entries_snapshot()
-        ):
+        if not self._is_registered(self.copying[worker]):
             self._register_copying(worker)
+
+    def _is_registered(self, engine: CopyingEngine) -> bool:
+        entries = self.bench.engine_driven.context_entries_snapshot()
+        return engine.instance_id in {entry.instance_id for entry in entries}
 
     @rule(data=st.data())
     def a_frozen_worker_thaws(self, data: st.DataObject) -> None:
