@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_nodeagent.app import App
 from lmcache_nodeagent.config_parsing import parse_config
+from lmcache_nodeagent.contexts.bus_errors import survive_bus_errors
 from lmcache_nodeagent.errors import AgentError, ConfigError
 from lmcache_nodeagent.freed_memory import return_large_blocks
 from lmcache_nodeagent.observability.logs import configure_logging
@@ -52,6 +53,7 @@ def main() -> int:
     """Run an agent; return the exit status: 0 after a stop, 2 for a bad configuration, else 1."""
     signals = _Signals()
     return_large_blocks()
+    survive_bus_errors()
     if sys.stderr is None:  # closed by whoever started us
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  # open to the end
     try:

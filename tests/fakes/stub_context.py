@@ -119,6 +119,7 @@ class StubContext:
         self._counts = counts
         self._lock = Lock()  # guards: _closed
         self._closed = False
+        self.is_usable = True
         counts.add(opened=1)
         for handle in handles:
             counts.handle(handle, +1)

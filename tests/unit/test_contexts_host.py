@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
+from lmcache_nodeagent.contexts.bus_errors import survive_bus_errors
 from lmcache_nodeagent.contexts.host import open_host_context
 from lmcache_nodeagent.errors import LayoutError, TransferError
 from lmcache_nodeagent.protocol.messages import LayoutHints, TensorDescriptor
@@ -169,4 +170,30 @@ def test_memory_that_the_worker_cut_short_is_not_touched(tmp_path: Path) -> None
         context.gather([[0, 1]], [0], [data])
     with pytest.raises(TransferError, match="cut short"):
         context.scatter([[0, 1]], [(0, data)], 0)
+    context.close()
+
+
+@pytest.mark.parametrize("copy", ["gather", "scatter"])
+def test_memory_that_the_worker_cuts_short_in_the_middle_of_a_copy(
+    tmp_path: Path, copy: str
+) -> None:
+    """Its pages are gone under the copy, which fails; the agent lives, the context is of no use."""
+    survive_bus_errors()
+    create_segment(tmp_path, "/kv", KV_BYTES)
+    context = open_host_context([kv_tensor("/kv", KV)], NHD, (), 8, directory=tmp_path)
+    data = memoryview(bytearray(context.layout.object_nbytes))
+
+    def cut() -> None:
+        os.truncate(tmp_path / "kv", 0)
+
+    copies = {
+        "gather": lambda: context.gather([[0, 1]], [0], [data], cut),
+        "scatter": lambda: context.scatter([[0, 1]], [(0, data)], 0, cut),
+    }
+    with pytest.raises(TransferError, match="cut short"):
+        copies[copy]()
+    assert not context.is_usable
+    os.truncate(tmp_path / "kv", KV_BYTES)
+    with pytest.raises(TransferError, match="register"):
+        context.gather([[0, 1]], [0], [data])
     context.close()

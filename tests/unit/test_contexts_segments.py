@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_nodeagent.contexts import segments
 from lmcache_nodeagent.contexts.segments import open_segment
 from lmcache_nodeagent.errors import LayoutError
+from lmcache_nodeagent.memory_limits import MemoryLimit
 from tests.fakes.paged_memory import create_segment
 
 
@@ -89,6 +91,29 @@ def test_holes_are_filled_before_they_are_mapped(tmp_path: Path) -> None:
         file.truncate(1 << 20)
     open_segment("/sparse", 1 << 20, tmp_path).close()
     assert (tmp_path / "sparse").stat().st_blocks * 512 >= 1 << 20
+
+
+def test_holes_in_front_of_more_memory_are_filled(tmp_path: Path) -> None:
+    """What a file has behind the part that is mapped does not make up for them."""
+    with (tmp_path / "kv").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 1 << 20, 1 << 20)
+    open_segment("/kv", 1 << 20, tmp_path).close()
+    assert (tmp_path / "kv").stat().st_blocks * 512 >= 2 << 20
+
+
+def test_holes_beyond_a_memory_limit_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Filled, they count as the agent's: the kernel would kill it for a worker's memory."""
+    with (tmp_path / "sparse").open("wb") as file:
+        file.truncate(1 << 20)
+    create_segment(tmp_path, "/whole", 1 << 20)
+    limits = [MemoryLimit("memory limit of cgroup /agent", (1 << 20) - 1)]
+    monkeypatch.setattr(segments, "memory_limits", lambda _: limits)
+    with pytest.raises(LayoutError, match="cgroup /agent leaves the agent 1048575"):
+        open_segment("/sparse", 1 << 20, tmp_path)
+    assert (tmp_path / "sparse").stat().st_blocks == 0
+    open_segment("/whole", 1 << 20, tmp_path).close()
 
 
 def test_holes_without_room_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

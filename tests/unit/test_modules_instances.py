@@ -89,6 +89,17 @@ def test_other_content_replaces_the_context_as_a_whole() -> None:
     assert len(bench.layouts) == 1
 
 
+def test_the_same_content_replaces_memory_that_was_taken_away() -> None:
+    """The worker cut its file short and made it whole again: what is mapped is not that."""
+    bench = ModuleBench()
+    engine = Engine(bench)
+    bench.opener.contexts[0].is_usable = False
+    engine.register()
+    bench.threads.run_all()
+    assert [context.closed for context in bench.opener.contexts] == [True, False]
+    assert engine.store(end=1)
+
+
 def test_a_replaced_owner_has_no_say() -> None:
     """Its late goodbye and its pings are a stranger's."""
     bench = ModuleBench()

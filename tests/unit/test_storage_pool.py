@@ -13,8 +13,8 @@ from uuid import uuid4
 import pytest
 
 from lmcache_nodeagent.errors import AgentError, CapacityError, ConfigError
+from lmcache_nodeagent.memory_limits import MemoryLimit
 from lmcache_nodeagent.storage import pool as pool_module
-from lmcache_nodeagent.storage.capacity import MemoryLimit
 from lmcache_nodeagent.storage.pool import NAME_PREFIX, SHM_DIRECTORY, SharedPool
 
 SIZE = 1 << 20

@@ -41,6 +41,11 @@ class WorkerContext(Protocol):
         ...
 
     @property
+    def is_usable(self) -> bool:
+        """False once memory was found to be taken away; a registration then replaces it."""
+        ...
+
+    @property
     def layout(self) -> ChunkLayout:
         """How the bytes of one chunk are ordered."""
         ...

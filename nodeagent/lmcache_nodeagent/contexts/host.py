@@ -75,6 +75,11 @@ class HostContext:
         return self._handles
 
     @property
+    def is_usable(self) -> bool:
+        """See `WorkerContext.is_usable`."""
+        return not any(segment.is_lost for segment in self._segments)
+
+    @property
     def layout(self) -> ChunkLayout:
         """How the bytes of one chunk are ordered."""
         return self._layout
@@ -136,14 +141,21 @@ class HostContext:
                 raise TransferError("the context is closed")
             self._copies += 1
         try:
-            for segment in self._segments:
-                if not segment.is_whole():
-                    raise TransferError(f"shared memory {segment.name!r} was cut short")
+            self._check_whole()
             yield
+            self._check_whole()  # what was copied may be zeros otherwise
         finally:
             with self._idle:
                 self._copies -= 1
                 self._idle.notify_all()
+
+    def _check_whole(self) -> None:
+        for segment in self._segments:
+            if not segment.is_whole():
+                raise TransferError(
+                    f"shared memory {segment.name!r} was cut short; the worker has to register"
+                    " its memory again"
+                )
 
     def _gather(
         self,

@@ -7,7 +7,9 @@ import os
 import stat
 from pathlib import Path
 
+from lmcache_nodeagent.contexts.bus_errors import forget, watch
 from lmcache_nodeagent.errors import LayoutError
+from lmcache_nodeagent.memory_limits import memory_limits
 
 SHM_DIRECTORY = Path("/dev/shm")
 
@@ -26,18 +28,27 @@ class Segment:
         self.name = name
         self.handle = handle
         self.buffer = buffer
+        self._memory = watch(buffer)
 
     @property
     def nbytes(self) -> int:
         """Bytes that are mapped."""
         return len(self.buffer)
 
+    @property
+    def is_lost(self) -> bool:
+        """It was found not whole: for good, the worker registers its memory anew."""
+        return self._memory.is_lost
+
     def is_whole(self) -> bool:
-        """Tell whether the file still backs the mapping; touching it would be fatal otherwise."""
-        return self.buffer.size() >= self.nbytes
+        """Tell whether the file backs the mapping, and has done so all the time."""
+        if self.buffer.size() < self.nbytes:
+            self._memory.is_lost = True
+        return not self._memory.is_lost
 
     def close(self) -> None:
         """Unmap, unless a view still lives; then the mapping goes with its last view."""
+        forget(self._memory)
         try:
             self.buffer.close()
         except BufferError:  # e.g. the traceback of a failed copy is being logged
@@ -64,7 +75,7 @@ def open_segment(name: str, nbytes: int, directory: Path = SHM_DIRECTORY) -> Seg
         ) from error
     try:
         _check_file(name, os.fstat(fd), nbytes)
-        _fill_holes(name, fd, nbytes)
+        _fill_holes(name, fd, nbytes, directory)
         status = os.fstat(fd)
         buffer = mmap.mmap(fd, nbytes)
     except (OSError, ValueError) as error:  # ValueError: it shrank meanwhile
@@ -90,9 +101,22 @@ def _check_file(name: str, status: os.stat_result, nbytes: int) -> None:
         raise LayoutError(f"shared memory {name!r} has {status.st_size} bytes, not {nbytes}")
 
 
-def _fill_holes(name: str, fd: int, nbytes: int) -> None:
-    if os.fstat(fd).st_blocks * 512 >= nbytes:  # stat(2) counts in 512 bytes
+def _fill_holes(name: str, fd: int, nbytes: int, directory: Path) -> None:
+    """Take the memory that the worker has not touched yet: it counts as this process's.
+
+    In a container with too low a limit that would be the end of it, without an error.
+    """
+    status = os.fstat(fd)
+    missing = min(nbytes, status.st_size - status.st_blocks * 512)  # stat(2) counts in 512 bytes
+    if missing <= 0:
         return
+    for limit in memory_limits(directory):
+        if missing > limit.available_bytes:
+            raise LayoutError(
+                f"shared memory {name!r} has holes of {missing} bytes, and {limit.source} leaves"
+                f" the agent {limit.available_bytes} to fill them; let the worker write to all of"
+                " its KV memory before it registers, or raise that limit"
+            )
     try:
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as error:

@@ -88,8 +88,8 @@ class ContextEntry(TransferEntry):
 
     @property
     def content(self) -> object:
-        """The registration and the memory it was found to mean."""
-        return self.registration, self.handles
+        """The registration and the memory it was found to mean, as long as that is there."""
+        return self.registration, self.handles, self.context.is_usable
 
     @property
     def tensors_held(self) -> int:

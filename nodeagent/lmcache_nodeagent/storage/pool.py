@@ -25,7 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lmcache_nodeagent.errors import AgentError, CapacityError, ConfigError
-from lmcache_nodeagent.storage.capacity import memory_limits
+from lmcache_nodeagent.memory_limits import memory_limits
 
 SHM_DIRECTORY = Path("/dev/shm")
 NAME_PREFIX = "lmcache-kube.l1."

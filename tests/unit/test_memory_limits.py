@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_nodeagent.storage.capacity import memory_limits
+from lmcache_nodeagent.memory_limits import memory_limits
 
 MIB = 2**20
 

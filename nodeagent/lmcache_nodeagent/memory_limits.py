@@ -1,7 +1,7 @@
 """How much memory this process may still take, from each of the limits that could stop it.
 
 A limit that is found out too late does not fail a call: the kernel kills a process with SIGBUS
-(full tmpfs) or SIGKILL (cgroup). Hence L1 asks before it allocates.
+(full tmpfs) or SIGKILL (cgroup). Hence whoever is about to take much asks before.
 """
 
 from __future__ import annotations
