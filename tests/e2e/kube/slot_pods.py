@@ -36,19 +36,29 @@ _PIDFD_GETFD = 438  # the same number on every architecture
 class SlotWorld:
     """Agents in a namespace of theirs, workers in one that enforces the level `restricted`."""
 
-    def __init__(self, cluster: RealCluster) -> None:
+    def __init__(
+        self,
+        cluster: RealCluster,
+        server: str = SERVER,
+        agents: str = AGENTS,
+        workers: str = WORKERS,
+    ) -> None:
         self.cluster = cluster
-        self.agents = ServedNamespace(cluster, AGENTS)
-        self.workers = ServedNamespace(cluster, WORKERS)
+        self.server = server
+        self.resource = device_resource(server)
+        self.agents = ServedNamespace(cluster, agents)
+        self.workers = ServedNamespace(cluster, workers)
 
-    def make(self) -> None:
-        """Make everything, and wait until the node offers the resource."""
-        self.create_namespace(AGENTS, "privileged")
-        self.create_namespace(WORKERS, "restricted")
+    def create_namespaces(self) -> None:
+        """Make both, and put the engines' programs where worker pods find them."""
+        self.create_namespace(self.agents.name, "privileged")
+        self.create_namespace(self.workers.name, "restricted")
         self._create_engines()
-        self.apply()
-        self.agents.wait_ready(SERVER)
-        self.wait_allocatable(SLOTS)
+
+    def wait_ready(self, slots: int) -> None:
+        """Wait until the agent serves and the node offers so many slots."""
+        self.agents.wait_ready(self.server)
+        self.wait_allocatable(slots)
 
     def create_namespace(self, name: str, level: str) -> None:
         """Make a namespace that enforces a Pod Security level."""
@@ -56,24 +66,25 @@ class SlotWorld:
         label = f"pod-security.kubernetes.io/enforce={level}"
         self.cluster.kubectl("label", "namespace", name, label)
 
-    def apply(self, namespace: str = AGENTS, **spec: object) -> None:
+    def apply(self, namespace: str = "", **spec: object) -> None:
         """Apply the server, or another of its name."""
+        where = namespace or self.agents.name
         made = {
             "apiVersion": "lmcache-kube.dev/v1alpha1",
             "kind": "LMCacheServer",
-            "metadata": {"name": SERVER},
+            "metadata": {"name": self.server},
             "spec": {
                 "cache": {"size": "256Mi"},
-                "workers": {"namespaces": [WORKERS]},
-                "transport": {"devicePlugin": {"slots": SLOTS}},
+                "workers": {"namespaces": [self.workers.name]},
                 **spec,
             },
         }
-        self.cluster.kubectl("apply", "-n", namespace, "-f", "-", given=json.dumps(made))
+        self.cluster.kubectl("apply", "-n", where, "-f", "-", given=json.dumps(made))
 
-    def condition(self, namespace: str = AGENTS) -> dict[str, Any]:
+    def condition(self, namespace: str = "") -> dict[str, Any]:
         """Return the condition of the device plugin."""
-        (server,) = self.cluster.objects("lmcs", SERVER, "-n", namespace)
+        where = namespace or self.agents.name
+        (server,) = self.cluster.objects("lmcs", self.server, "-n", where)
         found = server.get("status", {}).get("conditions", [])
         return next((one for one in found if one["type"] == "DevicePlugin"), {})
 
@@ -82,19 +93,23 @@ class SlotWorld:
 
         def offered() -> bool:
             (node,) = self.cluster.objects("node", NODE)
-            return str(node["status"]["allocatable"].get(RESOURCE, "0")) == str(count)
+            return str(node["status"]["allocatable"].get(self.resource, "0")) == str(count)
 
-        poll_until(offered, SEEN_SECONDS, f"{count} of {RESOURCE}")
+        poll_until(offered, SEEN_SECONDS, f"{count} of {self.resource}")
 
     @contextmanager
     def worker(self, name: str, program: str = "engine", **env: str) -> Generator[WorkerPod]:
         """Run a worker for the block."""
-        with self.workers.worker_of(slot_pod(name, program, **env)) as pod:
+        with self.workers.worker_of(self.pod(name, program, **env)) as pod:
             yield pod
+
+    def pod(self, name: str, program: str = "engine", **env: str) -> dict[str, Any]:
+        """Return a worker's pod."""
+        return slot_pod(name, program, self.server, **env)
 
     def metric(self, start: str) -> float:
         """Add up the agent's samples whose line begins so."""
-        address = self.agents.agent_pod(SERVER)["status"]["podIP"]
+        address = self.agents.agent_pod(self.server)["status"]["podIP"]
         connection = http.client.HTTPConnection(address, _HTTP_PORT, timeout=_TIMEOUT_SECONDS)
         try:
             connection.request("GET", "/metrics")
@@ -105,11 +120,11 @@ class SlotWorld:
 
     def instances(self) -> dict[str, dict[str, Any]]:
         """Return what is registered."""
-        return self.agents.agent(SERVER).instances()
+        return self.agents.agent(self.server).instances()
 
     def mapped(self) -> set[str]:
         """Return the workers' memory that the agent maps."""
-        maps = Path(f"/proc/{self.agents.agent_process_id(SERVER)}/maps").read_text()
+        maps = Path(f"/proc/{self.agents.agent_process_id(self.server)}/maps").read_text()
         return {line.split()[4] for line in maps.splitlines() if "lmcache_kv_" in line}
 
     def _create_engines(self) -> None:
@@ -119,10 +134,12 @@ class SlotWorld:
             "metadata": {"name": ENGINE},
             "data": {name: (_HERE / name).read_text() for name in ("engine.py", "slot_engine.py")},
         }
-        self.cluster.kubectl("apply", "-n", WORKERS, "-f", "-", given=json.dumps(made))
+        self.cluster.kubectl("apply", "-n", self.workers.name, "-f", "-", given=json.dumps(made))
 
 
-def slot_pod(name: str, program: str = "engine", **env: str) -> dict[str, Any]:
+def slot_pod(
+    name: str, program: str = "engine", server: str = SERVER, **env: str
+) -> dict[str, Any]:
     """Return a worker pod whose only special line is the resource; the rest any level demands."""
     variables = {"URL": URL, "PING_SECONDS": "1", "ON_TERM": "ignore", **env}
     container = {
@@ -130,14 +147,14 @@ def slot_pod(name: str, program: str = "engine", **env: str) -> dict[str, Any]:
         "image": PRODUCT_IMAGE,
         "command": ["python3", f"/engine/{program}.py"],
         "env": [{"name": name, "value": value} for name, value in variables.items()],
-        "resources": {"limits": {"memory": "256Mi", RESOURCE: "1"}},
+        "resources": {"limits": {"memory": "256Mi", device_resource(server): "1"}},
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "volumeMounts": [{"name": "engine", "mountPath": "/engine"}],
     }
     return {
         "apiVersion": "v1",
         "kind": "Pod",
-        "metadata": {"name": name, "labels": {WORKER_LABEL: SERVER}},
+        "metadata": {"name": name, "labels": {WORKER_LABEL: server}},
         "spec": {
             "containers": [container],
             "terminationGracePeriodSeconds": 2,

@@ -29,6 +29,7 @@ from tests.polling import poll_until
 
 pytestmark = pytest.mark.timeout(420)
 
+_FEW_SLOTS = {"devicePlugin": {"slots": SLOTS}}
 _CHOWN, _DAC_OVERRIDE, _FOWNER = 0, 1, 3
 
 
@@ -37,7 +38,9 @@ def world(cluster: RealCluster) -> Generator[SlotWorld]:
     """The server and its namespaces; the node offers its slots."""
     began = time.monotonic()
     found = SlotWorld(cluster)
-    found.make()
+    found.create_namespaces()
+    found.apply(transport=_FEW_SLOTS)
+    found.wait_ready(SLOTS)
     print(f"\n{SLOTS} of {RESOURCE} on the node {time.monotonic() - began:.1f} s after the start")
     yield found
     cluster.kubectl("delete", "lmcs", SERVER, "-n", AGENTS)
@@ -132,7 +135,7 @@ def test_a_slot_that_changes_hands_at_once(world: SlotWorld) -> None:
         slot = world.instances()[run.instance_id]["slot"]
         its = segments_of(run.process_id)
         with world.workers.worker_of(slot_pod("waits", "slot_engine")) as waiting:
-            words = poll_until(partial(_unschedulable, waiting), 60, "the scheduler's message")
+            words = poll_until(waiting.unschedulable, 60, "the scheduler's message")
             print(f"\nthe {SLOTS + 1}rd pod: {words}")
             assert f"Insufficient {RESOURCE}" in words
             pod.delete()
@@ -230,18 +233,18 @@ def test_a_second_server_of_the_name_says_that_it_has_no_resource(world: SlotWor
 
 def test_new_pods_wait_while_the_agent_is_away(world: SlotWorld) -> None:
     """Pending, and they start by themselves when it is back."""
-    world.apply(nodeSelector={"nowhere": "yes"})
+    world.apply(nodeSelector={"nowhere": "yes"}, transport=_FEW_SLOTS)
     try:
         world.wait_allocatable(0)
         with world.worker("early") as pod:
-            words = poll_until(partial(_unschedulable, pod), 60, "the scheduler's message")
+            words = poll_until(pod.unschedulable, 60, "the scheduler's message")
             assert RESOURCE in words
-            world.apply()
+            world.apply(transport=_FEW_SLOTS)
             began = time.time()
             pod.started()
             print(f"\nit runs {time.time() - began:.1f} s after the agent was called back")
     finally:
-        world.apply()
+        world.apply(transport=_FEW_SLOTS)
         world.wait_allocatable(SLOTS)
 
 
@@ -294,9 +297,3 @@ def _end(world: SlotWorld, event: str) -> tuple[float, str]:
 def _mapped(agent: int) -> set[str]:
     lines = Path(f"/proc/{agent}/maps").read_text().splitlines()
     return {line.split()[4] for line in lines if "lmcache_kv_" in line}
-
-
-def _unschedulable(pod: WorkerPod) -> str:
-    conditions = ((pod.get() or {}).get("status") or {}).get("conditions") or []
-    found = [c for c in conditions if c["type"] == "PodScheduled" and c["status"] == "False"]
-    return str(found[0].get("message", "")) if found else ""

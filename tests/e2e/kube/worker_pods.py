@@ -104,6 +104,12 @@ class WorkerPod:
         """Return what people see."""
         return self._cluster.kubectl("describe", "pod", self.name, "-n", self._namespace)
 
+    def unschedulable(self) -> str:
+        """Return the scheduler's words about why it is on no node, empty if it has not said any."""
+        conditions = ((self.get() or {}).get("status") or {}).get("conditions") or []
+        found = [c for c in conditions if c["type"] == "PodScheduled" and c["status"] == "False"]
+        return str(found[0].get("message", "")) if found else ""
+
     def last_end(self) -> dict[str, Any]:
         """Return how the run before the present one ended, empty if there was none."""
         (status,) = ((self.get() or {}).get("status") or {}).get("containerStatuses") or [{}]
