@@ -32,6 +32,7 @@ _SOURCES = ("go.mod", "go.sum", "main.go")
 _WHEEL = _TOOLS / "go-toolchain.txt"
 _LOWEST_PRIORITY = 19  # the build takes minutes of every core; people and tests go first
 _PROGRESS_SECONDS = 20.0
+_PAUSES_SECONDS = (5.0, 20.0)
 _PACKAGE = re.compile(r"[\w.~-]+(/[\w.~-]+)*\n")
 
 
@@ -98,11 +99,28 @@ def go_toolchain() -> str:
     return str(_wheel_go())
 
 
-def run_go(command: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> int:
+def run_go(
+    command: Sequence[str],
+    *,
+    cwd: Path,
+    env: Mapping[str, str],
+    pauses_seconds: Sequence[float] = _PAUSES_SECONDS,
+) -> int:
     """Run a build with `-v`, saying now and then how far it is; return its exit status.
 
-    It yields to everything else on the machine. What is no name of a package is passed on.
+    It yields to everything else on the machine. What is no name of a package is passed on. One that
+    fails is tried again after each pause: it goes on where it was, and the sources are pinned, so
+    that the network is what most likely failed.
     """
+    for pause in pauses_seconds:
+        if not (status := _run_go(command, cwd, env)):
+            return 0
+        print(f"  ended with {status}; once more in {pause:.0f} s", file=sys.stderr)
+        time.sleep(pause)
+    return _run_go(command, cwd, env)
+
+
+def _run_go(command: Sequence[str], cwd: Path, env: Mapping[str, str]) -> int:
     began = said = time.monotonic()
     compiled = 0
     politely = ["nice", "-n", str(_LOWEST_PRIORITY), *command]

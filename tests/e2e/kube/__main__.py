@@ -9,7 +9,9 @@ from __future__ import annotations
 import fcntl
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 from tests.cluster.programs import ProgramsMissing
 from tests.e2e.kube.image import ImageFailed
@@ -17,27 +19,45 @@ from tests.e2e.kube.machine import MachineLacks, check_machine
 from tests.e2e.kube.namespaces import run_inside
 from tests.e2e.kube.prepared import FOLDER, NODE_FOLDER, Prepared
 
+_LOCK = Path("/run/lmcache-kube-node.lock")
+
 
 def main(arguments: Sequence[str]) -> int:
     """Run the tests; return their status."""
     try:
         check_machine()
-        prepared = Prepared.make()
+        with one_node_at_a_time():
+            prepared = Prepared.make()
+            shutil.rmtree(FOLDER, ignore_errors=True)
+            FOLDER.mkdir(parents=True)
+            prepared.write()
+            return run_inside(NODE_FOLDER, [sys.executable, *_words(arguments)])
     except (MachineLacks, ProgramsMissing, ImageFailed) as error:
         print(error, file=sys.stderr)
         return 1
-    FOLDER.parent.mkdir(exist_ok=True)
-    with FOLDER.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        shutil.rmtree(FOLDER, ignore_errors=True)
-        FOLDER.mkdir()
-        prepared.write()
-        match arguments:
-            case ["--shell", *command]:
-                words = ["-m", "tests.e2e.kube.shell", *command]
-            case _:
-                words = ["-m", "pytest", "tests/e2e/kube", *arguments]
-        return run_inside(NODE_FOLDER, [sys.executable, *words])
+
+
+@contextmanager
+def one_node_at_a_time(path: Path = _LOCK) -> Generator[None]:
+    """Wait for the node of another process, and say so.
+
+    They would not meet, but share the cores, and a third one may drop images that a second uses.
+    """
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"another node runs on this machine ({path} is locked): waiting", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _words(arguments: Sequence[str]) -> list[str]:
+    match arguments:
+        case ["--shell", *command]:
+            return ["-m", "tests.e2e.kube.shell", *command]
+        case _:
+            return ["-m", "pytest", "tests/e2e/kube", *arguments]
 
 
 if __name__ == "__main__":

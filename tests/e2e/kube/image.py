@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from lmcache_operator.config import OperatorConfig
@@ -29,6 +29,15 @@ _SUITE = "bookworm"
 _BASE_PACKAGES = ("ca-certificates", "python3", "python3-venv")
 _CERTIFICATES = Path("/etc/ssl/certs")
 _PIP_SETTINGS = ("cert", "extra-index-url", "index-url", "proxy", "timeout", "trusted-host")
+_PAUSES_SECONDS = (10.0, 30.0)
+_NETWORK = re.compile(
+    r"connect|timed out|timeout|resol(ve|ution)|reset by peer|unreachable|incomplete|hash sum"
+    r"|no matching distribution|retry|retrieving|fetch|download|release file"
+    r"|bad gateway|unavailable|too many requests",
+    re.IGNORECASE,
+)
+"""What pip, debootstrap and their libraries say of a network that does not work just now."""
+
 _KEPT = 2  # of each image: this one, and the one before for whoever goes back
 
 _PAUSE = """
@@ -93,7 +102,8 @@ def _make_product(archive: Path) -> None:
         settings.write_text(_pip_settings())
         shared = [f"{_CERTIFICATES}:{_CERTIFICATES}:ro", f"{settings}:/etc/pip.conf:ro"]
         volumes = [word for volume in shared for word in ("--volume", volume)]
-        _build(_ROOT, PRODUCT_IMAGE, "--build-arg", f"BASE_IMAGE={base}", *volumes)
+        words = ["--build-arg", f"BASE_IMAGE={base}", *volumes]
+        fetched(lambda: _build(_ROOT, PRODUCT_IMAGE, *words))
     _save(PRODUCT_IMAGE, archive)
 
 
@@ -103,22 +113,55 @@ def _base_image() -> str:
     names = _run(*_buildah("images", "--quiet", "--filter", f"reference={image}"))
     if names.strip():
         return image
+    fetched(lambda: _make_base(image))
+    return image
+
+
+def _make_base(image: str) -> None:
     with tempfile.TemporaryDirectory() as made:
         context = Path(made)
         root = context / "root"
         include = f"--include={','.join(_BASE_PACKAGES)}"
-        _run("debootstrap", "--variant=minbase", include, _SUITE, str(root))
+        _run("debootstrap", "--variant=minbase", include, _SUITE, str(root), *_mirror())
         left_out = ("./dev/*", "./var/cache/apt/*", "./var/lib/apt/lists/*")
         options = [f"--exclude={pattern}" for pattern in left_out]
         _run("tar", "--create", f"--file={context}/base.tar", *options, f"--directory={root}", ".")
         (context / "Dockerfile").write_text(_BASE)
         (context / ".dockerignore").write_text("root\n")
         _build(context, image)
-    return image
+
+
+def _mirror() -> list[str]:
+    """Return where this machine's apt gets Debian's packages, none where that is not known."""
+    if not shutil.which("apt-get"):
+        return []
+    wanted = ("--format", "$(ORIGIN) $(CODENAME) $(SITE)", "Created-By: Packages")
+    for line in _run("apt-get", "indextargets", *wanted).splitlines():
+        match line.split():
+            case ["Debian", codename, site] if "-" not in codename:  # not its updates
+                return [site]
+    return []
 
 
 def _base_key() -> str:
     return _digest([_SUITE.encode(), _BASE.encode(), *map(str.encode, _BASE_PACKAGES)])
+
+
+def fetched(make: Callable[[], None], pauses_seconds: Sequence[float] = _PAUSES_SECONDS) -> None:
+    """Make something of what comes from elsewhere, once more where that looks like the network.
+
+    Raises:
+        ImageFailed: it is something else, or lasts.
+    """
+    for pause in pauses_seconds:
+        try:
+            return make()
+        except ImageFailed as error:
+            if not _NETWORK.search(str(error)):
+                raise
+            print(f"{error}\nonce more in {pause:.0f} s", file=sys.stderr)
+        time.sleep(pause)
+    return make()
 
 
 def _build(context: Path, image: str, *options: str) -> None:
