@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from lmcache_nodeagent.contexts.base import WorkerContext
     from lmcache_nodeagent.ids import InstanceId
+    from lmcache_nodeagent.liveness.evidence import Connection
     from lmcache_nodeagent.protocol.messages import (
         EngineGroupInfo,
         LayoutHints,
@@ -37,12 +38,14 @@ class Registration:
 class TransferEntry(ReapableEntry):
     """What the entries of both transfer modes share. Guarded by the lock of their table.
 
-    `users` counts the transfers that use the entry now. `fenced` is set when it is taken out:
+    `users` counts the transfers that use the entry now, `clients` are the open connections that
+    have transferred. `fenced` is set when it is taken out:
     from then on nobody becomes a user, and `drained` is set with the last one.
     """
 
     layout_identity: int
     users: int = 0
+    clients: list[Connection] = field(default_factory=list)
     fenced: bool = False
     shard: int | None = None  # the KV shard, once a transfer has named it
     drained: Event = field(default_factory=Event)
@@ -52,6 +55,19 @@ class TransferEntry(ReapableEntry):
     def content(self) -> object:
         """What was registered: equal contents are one and the same registration."""
         raise NotImplementedError
+
+    def is_again(self, newcomer: TransferEntry) -> bool:
+        """Tell whether a registration is this one once more."""
+        return self.content == newcomer.content
+
+    def give_way_to(self, client: Connection) -> None:
+        """Note by whom this one is replaced."""
+
+    def used_by(self, connection: Connection) -> None:
+        """Count a transfer in."""
+        self.users += 1
+        if connection not in self.clients:
+            self.clients = [*(client for client in self.clients if client.is_open), connection]
 
     @property
     def transfers_in_flight(self) -> int:

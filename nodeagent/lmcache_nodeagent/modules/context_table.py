@@ -73,9 +73,10 @@ class ContextTable(Generic[EntryT]):
             if existing is None:
                 self._entries[entry.instance_id] = entry
                 return Installed(entry, fresh=True)
-            if existing.content == entry.content:
+            if existing.is_again(entry):
                 existing.registered_again(connection, now, entry.registered)
                 return Installed(existing, fresh=False)
+            existing.give_way_to(connection)
             entry.inherit(existing)
             earlier = [*existing.superseded, *existing.connections]
             entry.superseded = [c for c in earlier if c.is_open and c is not connection]
@@ -137,6 +138,7 @@ class ContextTable(Generic[EntryT]):
             if entry is None:
                 return None
             self._require_speaker_locked(entry, connection)
+            entry.give_way_to(connection)
             self._take_out_locked(entry)
             return entry
 
@@ -190,7 +192,7 @@ class ContextTable(Generic[EntryT]):
             entry = self._entries.get(instance_id)
             if entry is None or not _is_meant(entry, call, may_overtake=may_overtake):
                 return None
-            entry.users += 1
+            entry.used_by(call.connection)
             entry.shard = shard
             return entry
 

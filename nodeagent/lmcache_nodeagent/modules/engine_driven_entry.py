@@ -94,6 +94,7 @@ class EngineDrivenContextEntry(TransferEntry):
     strategy: TransferStrategy
     quarantine: SlotQuarantine
     pending: PendingTransfers = field(default_factory=PendingTransfers)
+    successor: Connection | None = None
 
     @property
     def content(self) -> object:
@@ -125,6 +126,25 @@ class EngineDrivenContextEntry(TransferEntry):
         """No segments either."""
         return frozenset()
 
+    def is_again(self, newcomer: TransferEntry) -> bool:
+        """Tell whether a registration is this one once more.
+
+        Not if a new client comes and something is open: it may be of a process that has ended,
+        which the registration does not tell, and then nobody ever confirms it.
+        """
+        is_new = self._is_new(newcomer.registrant)
+        return self.content == newcomer.content and not (is_new and self.pending.has_any)
+
+    def give_way_to(self, client: Connection) -> None:
+        """Note a successor that was told nothing of what is open here."""
+        if self._is_new(client):
+            self.successor = client
+
+    def _is_new(self, client: Connection) -> bool:
+        """Tell whether a client has begun with its registration. One that reconnects counts on."""
+        known = client is self.registrant or client in self.clients
+        return client.first_uid == 0 and not known
+
     def registered_again(self, connection: Connection, now: float, registered: Registered) -> None:
         """Take the same registration again: the worker tries what is offered anew."""
         TransferEntry.registered_again(self, connection, now, registered)
@@ -133,4 +153,5 @@ class EngineDrivenContextEntry(TransferEntry):
     def let_go(self) -> None:
         """Leave to the quarantine what the worker has not confirmed."""
         known = dict.fromkeys((*self.superseded, *self.connections, self.registrant))
-        self.quarantine.take(self.instance_id, self.layout_identity, self.pending, tuple(known))
+        users = tuple(client for client in known if client is not self.successor)
+        self.quarantine.take(self.instance_id, self.layout_identity, self.pending, users)

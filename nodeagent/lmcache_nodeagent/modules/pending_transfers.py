@@ -141,6 +141,11 @@ class PendingTransfers:
             [transfer for transfer, moments in reads.items() for _ in moments],
         )
 
+    @property
+    def has_any(self) -> bool:
+        """Tell whether something is open, at a glance: for those who hold another lock."""
+        return bool(self._writes or self._reads)
+
     def __len__(self) -> int:
         """Count the reads and writes."""
         with self._lock:
