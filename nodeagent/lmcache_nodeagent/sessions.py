@@ -41,7 +41,8 @@ class Session:
 
     `owner` is the connection that looked up and `peer` what connections of one engine share.
     `hit_chunks` is the result of the lookup until it is asked for; while the lookup is `running`
-    there is none yet, and `listeners` wait for it. Moments are monotonic seconds.
+    there is none yet, and `listeners` wait for it. `takers` are the readers that have taken a pin
+    of an object which others may still take. Moments are monotonic seconds.
     """
 
     owner: Owner
@@ -49,6 +50,7 @@ class Session:
     request_id: str
     hit_chunks: int | None
     pins: dict[Hashable, int]
+    takers: dict[Hashable, set[Hashable]] = field(default_factory=dict, init=False)
     began_at: float
     expires_at: float
     pins_expire_at: float
@@ -188,11 +190,13 @@ class SessionTable:
                     _reduce(session.pins, key, released[key])
         return released
 
-    def consume(self, peer: str, request_id: str, keys: Sequence[Hashable]) -> Pins:
+    def consume(
+        self, peer: str, request_id: str, keys: Sequence[Hashable], reader: Hashable
+    ) -> Pins:
         """Take one pin of each key out of the sessions of this request id, as a retrieve does.
 
-        Sessions of the same peer come first. A key without a pin is left out: nobody else's pin is
-        ever taken.
+        Sessions of the same peer come first. A key without a pin is left out, and one of which
+        this reader has taken its pin before: nobody else's pin is ever taken.
         """
         consumed: dict[Hashable, int] = {}
         with self._lock:
@@ -200,8 +204,7 @@ class SessionTable:
             for session in sorted(sessions, key=lambda s: s.peer != peer):
                 before = len(consumed)
                 for key in keys:
-                    if key not in consumed and session.pins.get(key):
-                        _reduce(session.pins, key, 1)
+                    if key not in consumed and _take(session, key, reader):
                         consumed[key] = 1
                 if len(consumed) > before:
                     self._used_locked(session)
@@ -335,6 +338,19 @@ def _listeners_of(session: Session | None) -> list[Listener]:
 def _tell(listeners: Iterable[Listener], hit_chunks: int) -> None:
     for listener in listeners:
         listener(hit_chunks)
+
+
+def _take(session: Session, key: Hashable, reader: Hashable) -> bool:
+    """Take a reader's pin of an object, unless it has none or none is left."""
+    takers = session.takers.get(key, ())
+    if not session.pins.get(key) or reader in takers:
+        return False
+    _reduce(session.pins, key, 1)
+    if key in session.pins:
+        session.takers.setdefault(key, set()).add(reader)
+    else:
+        session.takers.pop(key, None)
+    return True
 
 
 def _reduce(pins: dict[Hashable, int], key: Hashable, count: int) -> None:

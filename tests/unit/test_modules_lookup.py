@@ -119,14 +119,14 @@ def test_a_look_up_of_no_readers_or_bad_tokens_is_refused() -> None:
 
 
 def test_each_reader_has_a_pin_up_to_a_bound() -> None:
-    """Ranks that share an object each read it."""
+    """Ranks that share an object each read it; one that asks again takes no other one's pin."""
     bench = ModuleBench()
-    engine = Engine(bench)
+    engine, *others = (Engine(bench, number) for number in (1, 2, 3))
     engine.store(end=1)
     assert engine.lookup(end=1, readers=3) == 1
-    for _ in range(3):
+    for reader in (engine, engine, *others):
         assert bench.pins() == 1
-        assert engine.retrieve(end=1)
+        assert reader.retrieve(end=1)
     assert bench.pins() == 0
     assert engine.lookup(end=1, readers=100_000, request="r2") == 1
     engine.free(end=1, readers=MAX_READERS, request="r2")

@@ -95,7 +95,7 @@ def test_a_reused_request_id_starts_anew() -> None:
     sessions = started()
     assert sessions.start(A, "a", "r1", 1, {"z": 3}, 1.0) == {"x": 1, "y": 1}
     assert sessions.take_status(A, "a", "r1") == 1
-    assert sessions.consume("a", "r1", ["x"]) == {}
+    assert sessions.consume("a", "r1", ["x"], 1) == {}
     assert len(sessions) == 1
 
 
@@ -119,17 +119,30 @@ def test_a_retrieve_consumes_one_pin_of_each_key() -> None:
     """Twice with one pin is once."""
     sessions = table()
     sessions.start(A, "a", "r1", 2, {"x": 2, "y": 1}, 0.0)
-    assert sessions.consume("a", "r1", ["x", "y", "z"]) == {"x": 1, "y": 1}
-    assert sessions.consume("a", "r1", ["x", "y"]) == {"x": 1}
-    assert sessions.consume("a", "r1", ["x", "y"]) == {}
-    assert sessions.consume("a", "r2", ["x"]) == {}
+    assert sessions.consume("a", "r1", ["x", "y", "z"], 1) == {"x": 1, "y": 1}
+    assert sessions.consume("a", "r1", ["x", "y"], 2) == {"x": 1}
+    assert sessions.consume("a", "r1", ["x", "y"], 3) == {}
+    assert sessions.consume("a", "r2", ["x"], 1) == {}
+
+
+def test_a_reader_takes_one_pin_however_often_it_asks() -> None:
+    """The ranks of a latent cache share each object: one that retries takes no other one's pin."""
+    sessions = table()
+    sessions.start(A, "a", "r1", 1, {"x": 3}, 0.0)
+    assert sessions.consume("a", "r1", ["x"], 1) == {"x": 1}
+    assert sessions.consume("a", "r1", ["x"], 1) == {}
+    assert sessions.consume("a", "r1", ["x"], 2) == {"x": 1}
+    assert sessions.consume("a", "r1", ["x"], 2) == {}
+    assert sessions.consume("a", "r1", ["x"], 3) == {"x": 1}
+    sessions.start(A, "a", "r1", 1, {"x": 2}, 0.0)
+    assert sessions.consume("a", "r1", ["x"], 1) == {"x": 1}
 
 
 def test_a_retrieve_takes_from_its_own_peer_first() -> None:
     """Workers and scheduler of one engine share a peer; those of two nodes do not."""
     sessions = started()
     sessions.start(B, "b", "r1", 2, {"x": 1}, 0.0)
-    assert sessions.consume("b", "r1", ["x"]) == {"x": 1}
+    assert sessions.consume("b", "r1", ["x"], 1) == {"x": 1}
     settle = sessions.end(B, "b", "r1")
     assert settle is not None
     assert settle() == {}
@@ -140,8 +153,8 @@ def test_a_retrieve_takes_one_pin_of_a_key_even_from_two_sessions() -> None:
     """One reader, one pin."""
     sessions = started()
     sessions.start(B, "a", "r1", 2, {"x": 1}, 0.0)
-    assert sessions.consume("a", "r1", ["x"]) == {"x": 1}
-    assert sessions.consume("a", "r1", ["x"]) == {"x": 1}
+    assert sessions.consume("a", "r1", ["x"], 1) == {"x": 1}
+    assert sessions.consume("a", "r1", ["x"], 1) == {"x": 1}
 
 
 def test_an_ended_session_keeps_its_pins_until_it_is_settled() -> None:
@@ -151,7 +164,7 @@ def test_an_ended_session_keeps_its_pins_until_it_is_settled() -> None:
     assert settle is not None
     assert sessions.take_status(A, "a", "r1") == 0
     assert sessions.release(A, "a", "r1", ["x"], 1) == {}
-    assert sessions.consume("a", "r1", ["x"]) == {"x": 1}
+    assert sessions.consume("a", "r1", ["x"], 1) == {"x": 1}
     assert settle() == {"y": 1}
     assert settle() == {}
     assert len(sessions) == 0
@@ -181,7 +194,7 @@ def test_pins_end_with_their_lease_the_session_with_its_age() -> None:
     sessions = started()
     assert list(sessions.expire(LEASE - 2)) == []
     assert list(sessions.expire(LEASE)) == [{"x": 1, "y": 1}]
-    assert sessions.consume("a", "r1", ["x"]) == {}
+    assert sessions.consume("a", "r1", ["x"], 1) == {}
     assert sessions.take_status(A, "a", "r1") == 2
     assert all(not pins for pins in sessions.expire(LEASE + 10))
     sessions.expire(TTL)
@@ -201,7 +214,7 @@ def test_a_session_ages_from_its_last_use() -> None:
         elif use == "release":
             assert sessions.release(A, "a", "r1", ["x"], 1) == {"x": 1}
         else:
-            assert sessions.consume("a", "r1", ["x"]) == {"x": 1}
+            assert sessions.consume("a", "r1", ["x"], 1) == {"x": 1}
         sessions.expire(TTL)
         assert len(sessions) == 1
         sessions.expire(2 * TTL - 1)
@@ -342,10 +355,10 @@ class SessionMachine(RuleBasedStateMachine):
         """The scheduler gives back."""
         self.back(self.sessions.release(*owner, request, keys, count))
 
-    @rule(peer=st.sampled_from("ab"), request=REQUESTS, keys=KEYS)
-    def consume(self, peer: str, request: str, keys: list[str]) -> None:
+    @rule(peer=st.sampled_from("ab"), request=REQUESTS, keys=KEYS, reader=st.integers(1, 3))
+    def consume(self, peer: str, request: str, keys: list[str], reader: int) -> None:
         """A retrieve."""
-        taken = self.sessions.consume(peer, request, keys)
+        taken = self.sessions.consume(peer, request, keys, reader)
         assert set(taken.values()) <= {1}
         self.back(taken)
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lmcache_nodeagent.clock import Now
     from lmcache_nodeagent.events import Publish
     from lmcache_nodeagent.hashing import ChunkHasher
+    from lmcache_nodeagent.ids import InstanceId
     from lmcache_nodeagent.modules.calls import Call, Cancellation
     from lmcache_nodeagent.modules.context_entry import ContextEntry
     from lmcache_nodeagent.modules.kv_events import TokenBindings
@@ -141,7 +142,7 @@ class ChunkCopies:
         started = self._now()
         keys = self._keys(entry, key)
         peer, cancellation = call.connection.peer.identity, call.cancellation
-        consumed = dict(self._sessions.consume(peer, key.request_id, keys))
+        consumed = dict(self._sessions.consume(peer, key.request_id, keys, entry.instance_id))
         give_back = partial(self._give_back, consumed)
         cancellation.on_cancel(give_back)
         ok = False
@@ -200,7 +201,7 @@ class ChunkCopies:
                 self._store.unpin(object_key)
         return True
 
-    def give_back_share(self, key: CacheKey, peer: str) -> None:
+    def give_back_share(self, key: CacheKey, peer: str, reader: InstanceId) -> None:
         """Give back the pins that a retrieve would have consumed, had its instance been here.
 
         Raises:
@@ -215,7 +216,7 @@ class ChunkCopies:
             for identity in identities
             for object_key in object_keys(key, hashes, key.worker_id, identity)
         ]
-        for object_key in self._sessions.consume(peer, key.request_id, keys):
+        for object_key in self._sessions.consume(peer, key.request_id, keys, reader):
             self._store.unpin(object_key)  # type: ignore[arg-type]  # sessions keep keys opaque
 
     def _keys(self, entry: ContextEntry, key: CacheKey) -> list[ObjectKey]:

@@ -57,7 +57,7 @@ class EngineDrivenTransferModule(InstanceHolder[EngineDrivenContextEntry]):
         store: L1Store,
         sessions: SessionTable,
         hasher: ChunkHasher,
-        give_back_share: Callable[[CacheKey, str], None],
+        give_back_share: Callable[[CacheKey, str, InstanceId], None],
         bindings: TokenBindings,
     ) -> None:
         super().__init__(parts)
@@ -222,14 +222,14 @@ class EngineDrivenTransferModule(InstanceHolder[EngineDrivenContextEntry]):
         try:
             with self._using(call, instance_id, key.worker_id, may_overtake=False) as entry:
                 transfer = self._transfer(entry, key)
-                consumed = self._sessions.consume(peer, key.request_id, transfer.keys)
+                consumed = self._sessions.consume(peer, key.request_id, transfer.keys, instance_id)
                 try:
                     return entry.strategy.prepare_retrieve(entry, transfer)
                 finally:
                     for object_key in consumed:
                         self._store.unpin(object_key)  # type: ignore[arg-type]  # sessions keep keys opaque
         except NotRegistered:
-            self._give_back_share(key, peer)
+            self._give_back_share(key, peer, instance_id)
             raise
 
     def commit_retrieve(self, call: Call, key: CacheKey, instance_id: InstanceId) -> bool:

@@ -167,5 +167,5 @@ class LMCacheDrivenTransferModule(InstanceHolder[ContextEntry]):
                 done = self._copies.retrieve(entry, key, block_ids, skip_first_n_tokens, call)
                 return _NOTHING_OUTSTANDING, done
         except NotRegistered:
-            self._copies.give_back_share(key, call.connection.peer.identity)
+            self._copies.give_back_share(key, call.connection.peer.identity, instance_id)
             raise
