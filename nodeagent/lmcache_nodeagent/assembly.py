@@ -44,11 +44,12 @@ from lmcache_nodeagent.storage.eviction import LruPolicy, NoEvictionPolicy
 from lmcache_nodeagent.storage.objects import L1Store
 from lmcache_nodeagent.transport.dispatch import Dispatcher
 from lmcache_nodeagent.transport.lanes import LanePool
+from lmcache_nodeagent.transport.lost_commits import LostCommits
 from lmcache_nodeagent.transport.pools import OrderedPool
 from lmcache_nodeagent.transport.router import Router
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from lmcache_nodeagent.clock import Now
     from lmcache_nodeagent.config import AgentConfig
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
     from lmcache_nodeagent.observability.bus import EventBus
     from lmcache_nodeagent.storage.eviction import EvictionPolicy
     from lmcache_nodeagent.storage.objects import ObjectKey
-    from lmcache_nodeagent.transport.requests import Request
+    from lmcache_nodeagent.transport.requests import Reply, Request
     from lmcache_nodeagent.transport.sockets import BoundSockets
 
 _SYNC_QUEUE_SIZE = 1024
@@ -110,6 +111,10 @@ class _Late:
     def overdue(self, request: Request, seconds: float) -> None:
         assert self.dispatcher is not None
         self.dispatcher.overdue(request, seconds)
+
+    def send(self, reply: Reply) -> None:
+        assert self.router is not None
+        self.router.send(reply)
 
     def evidence_seen(self) -> None:
         """The router saw a connection come, go or be named."""
@@ -222,10 +227,12 @@ def assemble(env: Environment) -> Assembled:
         publish,
         now,
     )
+    lost = LostCommits(late.send, now)
     transfers = _transfer_modules(
-        env, holder, copies, store, sessions, hasher, quarantine, bindings
+        env, holder, copies, store, sessions, hasher, quarantine, bindings, lost
     )
     late.targets = transfers
+    _limit_hits(lookup, transfers)
 
     def housekeeping(moment: float) -> float:
         lookup.expire(moment)
@@ -289,6 +296,7 @@ def assemble(env: Environment) -> Assembled:
         send=router.send,
         publish=publish,
         control=_nobodys_stream if kv_events is None else kv_events.control,
+        lost=lost,
         run_is_over=book.is_over,
     )
     router.serve(late.dispatcher.receive)
@@ -325,6 +333,7 @@ def _transfer_modules(
     hasher: ChunkHasher,
     quarantine: SlotQuarantine,
     bindings: TokenBindings,
+    lost: LostCommits,
 ) -> tuple[LMCacheDrivenTransferModule | EngineDrivenTransferModule, ...]:
     """Make a module for each transfer mode that is served."""
     config, publish, now = env.config, env.bus.publish, env.now
@@ -345,11 +354,19 @@ def _transfer_modules(
         hasher,
         copies.give_back_share,
         bindings,
+        lost.expect,
     )
     if not config.serves_lmcache_driven:
         return (engine_driven,)
     lmcache_driven.rivals, engine_driven.rivals = (engine_driven,), (lmcache_driven,)
     return lmcache_driven, engine_driven
+
+
+def _limit_hits(lookup: LookupModule, modules: Sequence[InstanceLivenessTarget]) -> None:
+    """Some workers get their chunks in one message."""
+    for module in modules:
+        if isinstance(module, EngineDrivenTransferModule):
+            lookup.longest_hit = module.longest_hit
 
 
 def _nobodys_stream(connection: Connection, uid: bytes, word: bytes) -> None:

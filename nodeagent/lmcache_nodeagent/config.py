@@ -82,7 +82,8 @@ class AgentConfig(DevicePluginConfig):
         metadata=Flag(
             Group.MESSAGES,
             "Largest message accepted; a connection that sends a larger one is closed. An "
-            "engine-driven worker that does not map L1 sends a whole store in one.",
+            "engine-driven worker that does not map L1 sends a whole store in one, and gets a "
+            "whole load in one.",
             unit="bytes",
             bounds=Bounds(1 << 20, 1 << 32),
         ).metadata,

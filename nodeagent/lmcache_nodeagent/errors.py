@@ -10,6 +10,7 @@ LmcacheKubeError
 │   ├── NotTheSpeaker       a connection that may not speak for this instance
 │   ├── StillReleasing      id or memory of a context that is still being released
 │   ├── TooManyRegistered   a peer that holds as much as one may
+│   ├── TooLarge            more bytes than a message may have
 │   └── Overloaded          a full queue, or an agent that is stopping
 └── AgentError              ours
     ├── ConfigError         bad flags, all broken rules in one message
@@ -79,6 +80,12 @@ class TooManyRegistered(RequestError):
     """A peer that holds as much as one may: descriptors and mappings are for all workers."""
 
     code = "too_many_registered"
+
+
+class TooLarge(RequestError):
+    """More bytes than a message may have (`--max-message-bytes`)."""
+
+    code = "too_large"
 
 
 class Overloaded(RequestError):

@@ -314,12 +314,24 @@ class Retrieved(Event):
 class MessagesTooSmall(Event):
     """A worker sends its KV in messages of which `max_message_bytes` hold few tokens.
 
-    A longer store closes its connection, and the engine waits for its request time-out.
+    A longer store closes its connection and is lost; hits are cut to what one message has.
     """
 
     instance_id: InstanceId
     tokens: int
     max_message_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class HitCutShort(Event):
+    """A look-up was told of `hit_chunks` and no more: a worker of the model could not get them.
+
+    They come in one message of at most `--max-message-bytes`.
+    """
+
+    model: str
+    requested_chunks: int
+    hit_chunks: int
 
 
 @dataclass(frozen=True, slots=True)

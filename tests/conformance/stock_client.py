@@ -303,6 +303,8 @@ class StockClient:
         for size in sizes:  # `first_block` counts in blocks of 16 tokens
             first = first_block * BLOCK_TOKENS // size
             lists.append(list(range(first, first + len(tokens) // size)))
+        if self._layout is None:  # more than there is memory for begins again at its start
+            lists = [[block % BLOCKS for block in lists[0]]]
         return LoadStoreOp(tokens, lists, 0, len(tokens), skip_first_n_tokens=skip)
 
     @staticmethod

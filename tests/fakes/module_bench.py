@@ -90,7 +90,10 @@ def key(
 
 
 class ModuleBench:
-    """Everything that serves transfers and look-ups. `after` holds what waits for transfers."""
+    """Everything that serves transfers and look-ups.
+
+    `after` holds what waits for transfers, `lost` the stores that will not arrive.
+    """
 
     def __init__(
         self,
@@ -106,6 +109,7 @@ class ModuleBench:
         self.opener = StubOpener(self.hooks)
         self.threads = ThreadsByHand()
         self.after: list[Callable[[], None]] = []
+        self.lost: list[tuple[InstanceId, Connection]] = []
         self.region = memoryview(bytearray(objects * ALIGNMENT_BYTES))
         self.store_ = L1Store(
             self.region,
@@ -169,7 +173,9 @@ class ModuleBench:
             hasher,
             copies.give_back_share,
             self.bindings,
+            lambda instance_id, link: self.lost.append((instance_id, link)),
         )
+        self.lookups.longest_hit = self.engine_driven.longest_hit
         self.transfer.rivals = (self.engine_driven,)
         self.engine_driven.rivals = (self.transfer,)
 

@@ -16,7 +16,6 @@ from lmcache_nodeagent.errors import (
 from lmcache_nodeagent.events import (
     ContextReplaced,
     InstanceRegistered,
-    MessagesTooSmall,
     Retrieved,
     Stored,
 )
@@ -122,31 +121,6 @@ def test_chunks_that_cannot_be_kept_are_refused_by_name(
     assert len(bench.layouts) == bench.engine_driven.tracked_instance_count() == 0
     with pytest.raises(MalformedRequest, match="world_size 256"):
         engine.register(world_size=256)
-
-
-def test_chunks_that_cannot_be_sent_are_refused_by_name() -> None:
-    """PyTorch cannot read what it pickles of float8; a chunk has to fit a message."""
-    engine = CopyingEngine(ModuleBench(shm=False), register=False)
-    with pytest.raises(LayoutError, match=r"float8_e4m3fn.*--shm-name"):
-        engine.register(dtype_str="float8_e4m3fn")
-    small = CopyingEngine(ModuleBench(shm=False, max_message_bytes=1000), register=False)
-    with pytest.raises(LayoutError, match="256 bytes does not fit a message"):
-        small.register()
-    with_pool = CopyingEngine(ModuleBench(), register=False)
-    with_pool.register(dtype_str="float8_e4m3fn")
-    assert with_pool.entry.form.nbytes == CHUNK_BYTES // 2
-
-
-def test_messages_that_hold_few_tokens_are_warned_of() -> None:
-    """A store that is longer would end the connection."""
-    bench = ModuleBench(shm=False, max_message_bytes=1 << 14)
-    engine = CopyingEngine(bench)
-    engine.register()
-    (warning,) = [fact for fact in bench.facts if isinstance(fact, MessagesTooSmall)]
-    assert warning == MessagesTooSmall(engine.instance_id, 17 * CHUNK, 1 << 14)
-    roomy = ModuleBench(shm=False, max_message_bytes=1 << 20)
-    CopyingEngine(roomy)
-    assert not [fact for fact in roomy.facts if isinstance(fact, MessagesTooSmall)]
 
 
 def test_an_id_is_registered_in_one_mode_at_a_time() -> None:
@@ -443,16 +417,6 @@ def test_what_is_sent_to_a_full_l1_is_declined() -> None:
     engine = CopyingEngine(bench)
     assert not engine.send(end=3)
     assert bench.store_.stats().objects == 0
-
-
-def test_what_does_not_fit_a_message_is_declined() -> None:
-    """A load of more than the agent may send: computed again, and said why."""
-    engine = CopyingEngine(ModuleBench(shm=False, max_message_bytes=4000))
-    assert engine.send(end=3)
-    assert engine.send(end=6, start=3)
-    assert engine.prepare_retrieve(end=3).success
-    with pytest.raises(Overloaded, match=r"6 chunks of 256 bytes.*--max-message-bytes"):
-        engine.prepare_retrieve(end=6)
 
 
 def test_a_worker_that_cannot_map_the_pool_is_found_out_by_its_first_store() -> None:

@@ -23,8 +23,9 @@ from lmcache_nodeagent.liveness.targets import UNTOUCHED, Touched
 from lmcache_nodeagent.modules.calls import STREAMING, Call, Pending
 from lmcache_nodeagent.protocol.operations import OPERATIONS, Pool
 from lmcache_nodeagent.transport.dispatch import Dispatcher
+from lmcache_nodeagent.transport.lost_commits import LostCommits
 from lmcache_nodeagent.transport.requests import Reply, Request
-from tests.fakes.liveness_parts import close, connection
+from tests.fakes.liveness_parts import FakeClock, close, connection
 from tests.fixtures.wire.requests import INSTANCE_ID, frames
 
 UID = b"\x05"
@@ -83,6 +84,7 @@ class Bench:
             self.replies.append,
             self.facts.append,
             lambda _, uid, word: self.controls.append((uid, word)),
+            LostCommits(self.replies.append, FakeClock()),
         )
 
     def handler(self, answer: object) -> Callable[..., object]:

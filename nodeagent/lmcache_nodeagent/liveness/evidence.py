@@ -71,7 +71,8 @@ class Connection:
 
     `link` is known only if the connection was still routable after its descriptor was read; without
     it the accept order is unknown and counts as the earliest. `process_gone` is set by the pidfd.
-    `slot` is the run of a container that it belongs to, and never changes.
+    `slot` is the run of a container that it belongs to, and never changes. `last_uid` is the frame
+    of the latest request; as clients count, the next one that they sent has the next number.
     """
 
     routing_id: RoutingId
@@ -79,6 +80,7 @@ class Connection:
     opened_at: float
     slot: SlotRun = NO_SLOT
     first_uid: int | None = None
+    last_uid: bytes = b""
     link: Link | None = None
     closed_at: float | None = None
     close_kind: CloseKind | None = None

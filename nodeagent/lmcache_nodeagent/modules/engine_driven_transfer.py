@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lmcache_nodeagent.errors import LayoutError, MalformedRequest, NotRegistered
-from lmcache_nodeagent.events import MessagesTooSmall
+from lmcache_nodeagent.errors import LayoutError, MalformedRequest, NotRegistered, TooLarge
+from lmcache_nodeagent.events import MessagesTooSmall, RequestRefused
 from lmcache_nodeagent.ids import InstanceId
 from lmcache_nodeagent.modules.engine_driven_entry import EngineDrivenContextEntry, chunk_form
 from lmcache_nodeagent.modules.instance_holder import HolderParts, InstanceHolder
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from lmcache_nodeagent.hashing import ChunkHasher
+    from lmcache_nodeagent.liveness.evidence import Connection
     from lmcache_nodeagent.modules.calls import Call, Pending
     from lmcache_nodeagent.modules.engine_driven_entry import ChunkForm, TransferStrategy
     from lmcache_nodeagent.modules.kv_events import TokenBindings
@@ -59,7 +60,9 @@ class EngineDrivenTransferModule(InstanceHolder[EngineDrivenContextEntry]):
         hasher: ChunkHasher,
         give_back_share: Callable[[CacheKey, str, InstanceId], None],
         bindings: TokenBindings,
+        expect_lost: Callable[[InstanceId, Connection], None],
     ) -> None:
+        """`expect_lost` is told of stores that are too large to be read."""
         super().__init__(parts)
         self._pool = pool
         self._shared = shared
@@ -70,6 +73,7 @@ class EngineDrivenTransferModule(InstanceHolder[EngineDrivenContextEntry]):
         self._hasher = hasher
         self._give_back_share = give_back_share
         self._bindings = bindings
+        self._expect_lost = expect_lost
 
     def handlers(self) -> Mapping[str, Callable[..., object]]:
         """Return the handlers by operation name."""
@@ -144,11 +148,21 @@ class EngineDrivenTransferModule(InstanceHolder[EngineDrivenContextEntry]):
         return self._pickled
 
     def _warn_of_small_messages(self, entry: EngineDrivenContextEntry) -> None:
-        """A store that does not fit a message is not answered: libzmq ends the connection."""
+        """A store that does not fit a message is lost: libzmq ends the connection."""
         tokens = self._pickled.chunks_per_message(entry.form) * self._hasher.chunk_tokens
         if tokens < _TOKENS_OF_A_STEP:
             limit = self._pickled.max_message_bytes
             self._parts.publish(MessagesTooSmall(entry.instance_id, tokens, limit))
+
+    def longest_hit(self, model: str, world_size: int) -> int | None:
+        """Return how many chunks every worker of a model can load at once; None for any number."""
+        most = (
+            self._pickled.chunks_per_message(entry.form)
+            for entry in self._table.entries()
+            if (entry.model, entry.world_size) == (model, world_size)
+            and entry.strategy is self._pickled
+        )
+        return min(most, default=None)
 
     def unregister_context(self, call: Call, instance_id: InstanceId) -> Pending | None:
         """Forget a worker that says goodbye. An unknown id is fine.
@@ -170,7 +184,23 @@ class EngineDrivenTransferModule(InstanceHolder[EngineDrivenContextEntry]):
         """
         with self._using(call, instance_id, key.worker_id, may_overtake=False) as entry:
             transfer = self._transfer(entry, key)
+            self._look_ahead(call, entry, transfer)
             return PrepareStoreReply(entry.strategy.prepare_store(entry, transfer))
+
+    def _look_ahead(self, call: Call, entry: EngineDrivenContextEntry, transfer: Transfer) -> None:
+        """Tell of a store that will not arrive. Stock workers send it whatever is answered here."""
+        if len(transfer.keys) <= self._pickled.chunks_per_message(entry.form):
+            return
+        self._expect_lost(entry.instance_id, call.connection)
+        limit = self._pickled.max_message_bytes
+        store_bytes = len(transfer.keys) * entry.form.nbytes
+        if entry.strategy is self._pickled and store_bytes > limit:
+            reason = (
+                f"a store of {store_bytes} bytes does not fit a message of at most {limit} bytes;"
+                " raise --max-message-bytes, or set --shm-name"
+            )
+            peer = call.connection.peer.text
+            self._parts.publish(RequestRefused("commit_store", TooLarge.code, peer, reason))
 
     def commit_store(self, call: Call, key: CacheKey, instance_id: InstanceId, data: bytes) -> bool:
         """Make stored chunks visible. Thread: transfer-<n>.
@@ -216,7 +246,8 @@ class EngineDrivenTransferModule(InstanceHolder[EngineDrivenContextEntry]):
         Raises:
             NotRegistered: no entry of this id; its share of the lookup's pins is given back.
             MalformedRequest: the range does not fit.
-            Overloaded: too much for a message, or too many retrieves that were never committed.
+            TooLarge: too much for a message.
+            Overloaded: too many retrieves that were never committed.
         """
         peer = call.connection.peer.identity
         try:

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from lmcache_nodeagent.errors import MalformedRequest
-from lmcache_nodeagent.events import LookedUp, UnheldRelease
+from lmcache_nodeagent.events import HitCutShort, LookedUp, UnheldRelease
 from lmcache_nodeagent.modules.calls import Pending
 from lmcache_nodeagent.modules.object_keys import object_keys
 from lmcache_nodeagent.sessions import NO_PINS
@@ -32,6 +32,9 @@ _PIN_ATTEMPTS = 3
 _HASH_BATCH = 32
 """Chunks that are hashed before the store is asked for them."""
 
+LongestHit = Callable[[str, int], int | None]
+"""How many chunks the workers of (model, world size) can load at once; None for any number."""
+
 AfterTransfers = Callable[[Callable[[], None]], None]
 """Runs a callback once every transfer that is queued or running now has finished."""
 
@@ -49,6 +52,7 @@ class LookupModule:
         publish: Publish,
         now: Now,
     ) -> None:
+        """`longest_hit` is set once the modules that know it are there, before anything runs."""
         self._store = store
         self._sessions = sessions
         self._layouts = layouts
@@ -56,6 +60,7 @@ class LookupModule:
         self._after_transfers = after_transfers
         self._publish = publish
         self._now = now
+        self.longest_hit: LongestHit = _any_length
 
     def handlers(self) -> Mapping[str, Callable[..., object]]:
         """Return the handlers by operation name."""
@@ -70,8 +75,9 @@ class LookupModule:
     def lookup(self, call: Call, key: CacheKey, shards: int) -> None:
         """Find the longest prefix that all ranks can serve, pin it, remember it for the status.
 
-        Without a registered worker of the model the result is 0: nobody could load it. There is
-        no tier below L1 yet, so the result is known at once.
+        Without a registered worker of the model the result is 0: nobody could load it. More than
+        its workers can load at once is not told of either: vLLM fails a request whose load fails.
+        There is no tier below L1 yet, so the result is known at once.
 
         Raises:
             MalformedRequest: fewer than one reader, or a token that is no uint32.
@@ -88,19 +94,24 @@ class LookupModule:
         hit, pins = 0, NO_PINS
         try:
             if identities and chunks and key.end <= len(key.token_ids):
-                hit, pins = self._pin_longest_prefix(key, identities)
+                most = self.longest_hit(key.model_name, key.world_size)
+                hit, pins = self._pin_longest_prefix(key, identities, most)
+                if hit == most and hit < chunks:
+                    self._publish(HitCutShort(key.model_name, chunks, hit))
         finally:
             self._unpin(self._sessions.finish(session, hit, pins))
             self._unpin(replaced)  # not before: chunks of both stay throughout
         self._publish(LookedUp(key.model_name, chunks, hit))
 
-    def _pin_longest_prefix(self, key: CacheKey, identities: Sequence[int]) -> tuple[int, Pins]:
+    def _pin_longest_prefix(
+        self, key: CacheKey, identities: Sequence[int], most: int | None
+    ) -> tuple[int, Pins]:
         if key.num_kv_readers < 1:
             raise MalformedRequest(
                 f"lookup with num_kv_readers {key.num_kv_readers}; each object needs at least 1"
             )
         readers = min(key.num_kv_readers, MAX_READERS)
-        hashes = self._hashes_up_to_a_miss(key, identities)
+        hashes = self._hashes_up_to_a_miss(key, identities, most)
         for _ in range(_PIN_ATTEMPTS):
             rows = [
                 self._longest_row(key, hashes, rank, identities) for rank in range(key.world_size)
@@ -116,10 +127,12 @@ class LookupModule:
                 return hit, dict.fromkeys(wanted, readers)
         return 0, NO_PINS
 
-    def _hashes_up_to_a_miss(self, key: CacheKey, identities: Sequence[int]) -> list[bytes]:
+    def _hashes_up_to_a_miss(
+        self, key: CacheKey, identities: Sequence[int], most: int | None
+    ) -> list[bytes]:
         """Hash the prompt as far as the first rank has it, in any layout: no hit is longer."""
         hashes: list[bytes] = []
-        chain = self._hasher.chain(key.token_ids, key.end)
+        chain = islice(self._hasher.chain(key.token_ids, key.end), most)
         while batch := list(islice(chain, _HASH_BATCH)):
             rows = (object_keys(key, batch, 0, identity) for identity in identities)
             present = max(map(self._present, rows))
@@ -209,3 +222,8 @@ class LookupModule:
     def _unpin(self, pins: Pins) -> None:
         for object_key, count in pins.items():
             self._store.unpin(object_key, count)  # type: ignore[arg-type]  # sessions keep keys opaque
+
+
+def _any_length(model: str, world_size: int) -> None:
+    """Where no worker gets its chunks in a message."""
+    del model, world_size

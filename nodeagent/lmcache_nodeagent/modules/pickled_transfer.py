@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lmcache_nodeagent.errors import MalformedRequest, Overloaded
+from lmcache_nodeagent.errors import MalformedRequest, TooLarge
 from lmcache_nodeagent.modules.engine_driven_facts import retrieved, stored
 from lmcache_nodeagent.protocol.messages import PrepareRetrieveReply, SlotContext
 from lmcache_nodeagent.protocol.pickled_tensors import (
@@ -76,12 +76,12 @@ class PickledTransfer:
         """Give the bytes of all chunks.
 
         Raises:
-            Overloaded: more bytes than a message may have.
+            TooLarge: more bytes than a message may have.
         """
         started = self._now()
         most = self.chunks_per_message(entry.form)
         if len(transfer.keys) > most:
-            raise Overloaded(
+            raise TooLarge(
                 f"{len(transfer.keys)} chunks of {entry.form.nbytes} bytes do not fit a message of"
                 f" at most {self.max_message_bytes} bytes; raise --max-message-bytes or set"
                 " --shm-name"

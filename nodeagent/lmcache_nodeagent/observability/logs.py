@@ -54,6 +54,7 @@ _LEVELS: dict[type[Event], int] = {
     events.Stored: logging.DEBUG,
     events.Retrieved: logging.DEBUG,
     events.LookedUp: logging.DEBUG,
+    events.HitCutShort: logging.DEBUG,
     events.UnheldRelease: logging.DEBUG,
     events.KvEventStreamEnded: logging.DEBUG,
 }

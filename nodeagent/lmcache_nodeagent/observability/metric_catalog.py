@@ -246,6 +246,11 @@ COUNTED: tuple[Counted, ...] = (
     ),
     Counted("lookups_total", "Lookups.", events.LookedUp),
     Counted(
+        "lookups_cut_short_total",
+        "Lookups that were told of no more chunks than --max-message-bytes lets a worker load.",
+        events.HitCutShort,
+    ),
+    Counted(
         "lookup_requested_chunks_total",
         "Chunks that lookups asked for.",
         events.LookedUp,

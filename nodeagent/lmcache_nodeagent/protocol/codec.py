@@ -93,6 +93,16 @@ def is_uid(frame: bytes) -> bool:
     return True
 
 
+def read_uid(frame: bytes) -> int:
+    """Read a frame that `is_uid`."""
+    return _integer.decode(frame)
+
+
+def head_frames(operation: Operation, uid: int) -> tuple[bytes, bytes]:
+    """Encode uid and operation of a reply to a request whose own frames nobody has."""
+    return msgspec.msgpack.encode(uid), msgspec.msgpack.encode(operation.wire_id)
+
+
 def peek_instance_id(operation: Operation, frames: Sequence[bytes]) -> InstanceId | None:
     """Read the instance id of a request and nothing else, in constant time.
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from lmcache_nodeagent.liveness.slots import SlotRun
     from lmcache_nodeagent.liveness.targets import Touched
     from lmcache_nodeagent.protocol.operations import Operation
+    from lmcache_nodeagent.transport.lost_commits import LostCommits
     from lmcache_nodeagent.transport.pools import Pool
 
 _IDS_KEPT_PER_CONNECTION = 64
@@ -84,6 +85,7 @@ class Dispatcher:
         send: Callable[[Reply], None],
         publish: Publish,
         control: Callable[[Connection, bytes, bytes], None],
+        lost: LostCommits,
         run_is_over: Callable[[SlotRun], bool] = lambda _: False,
     ) -> None:
         """`control` takes what a client says about a stream that it has."""
@@ -94,6 +96,7 @@ class Dispatcher:
         self._hear = hear
         self._send = send
         self._publish = publish
+        self._lost = lost
         self._closing = False
         self._in_order: dict[RoutingId, Request] = {}  # the last in SYNC; router thread only
         # Handed to a pool, in order of arrival. Each dict operation is atomic: no lock.
@@ -131,6 +134,7 @@ class Dispatcher:
         if is_control and frames[2] in _CONTROL_WORDS:
             self._control(connection, uid, frames[2])
             return
+        connection.last_uid = uid
         try:
             operation = decode_operation(operation_frame)
         except RequestError as error:
@@ -166,6 +170,7 @@ class Dispatcher:
         self._note_what_it_says(request.connection, operation, instance_id)
         if instance_id is not None and operation.life_sign:
             request.touched = self._touch(request, instance_id)
+            self._lost.heard(instance_id, request)
         if operation.name not in self._handlers:
             fix = _FIXES.get(operation.name, "see its documentation for what it serves")
             raise UnsupportedOperation(f"{operation.name} is not served by this agent; {fix}")
