@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from lmcache_nodeagent.transport.lanes import LanePool
     from lmcache_nodeagent.transport.pools import OrderedPool
     from lmcache_nodeagent.transport.router import Router
+    from lmcache_nodeagent.transport.waiting_bytes import Waiting
 
 ROUTER_STUCK_SECONDS = 30.0
 """A router loop that has not come round for this long serves nobody: the process is not healthy."""
@@ -60,6 +61,7 @@ class Parts:
     sync_pool: OrderedPool
     normal_pool: OrderedPool
     transfer_pool: LanePool
+    waiting: Waiting
     bus: EventBus
     link: OperatorLink | None = None
     kv_events: KvEventModule | None = None
@@ -271,6 +273,10 @@ def metrics_snapshot(parts: Parts) -> Reading:
             "sync": parts.sync_pool.depth(),
             "normal": parts.normal_pool.depth(),
             "affinity": parts.transfer_pool.depth(),
+        },
+        catalog.WAITING_BYTES: {
+            "requests": parts.waiting.requests.held_bytes(),
+            "unread_replies": parts.waiting.unread_replies.held_bytes(),
         },
         catalog.OLDEST_TRANSFER_SECONDS: parts.transfer_pool.oldest_seconds(),
         catalog.TRANSFERS_HANGING: overdue.running,

@@ -5,7 +5,7 @@ Threads, all made here:
 | thread | runs | woken by |
 |---|---|---|
 | `main` | `App.run`: starts everything, waits, stops everything | signal, a thread's death |
-| `zmq-router` | `Router.run`: reads, stamps liveness, routes, replies; answers ping, noop, get_chunk_size and get_experimental itself | socket, reply queue |
+| `zmq-router` | `Router.run`: reads, stamps liveness, routes, replies; answers ping, noop, get_chunk_size and get_experimental itself; pyzmq's own thread lets go of large replies that are sent | socket, reply queue |
 | `sync` | `OrderedPool.work`: registrations, in order | its queue |
 | `normal-<n>` | `OrderedPool.work`: lookups, their status, locks, sessions, clear | bounded queue |
 | `transfer-<n>` | `LanePool.work`: store and retrieve, prepare and commit, first in first out per connection | lanes |

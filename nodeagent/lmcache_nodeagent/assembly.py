@@ -23,11 +23,12 @@ from lmcache_nodeagent.liveness.reaper import Reaper
 from lmcache_nodeagent.liveness.release import Releaser, Spawn
 from lmcache_nodeagent.liveness.slots import SlotBook
 from lmcache_nodeagent.liveness.stalls import Stalls
+from lmcache_nodeagent.memory_limits import free_memory_bytes
 from lmcache_nodeagent.modules.absent_pings import AbsentPings
 from lmcache_nodeagent.modules.chunk_copies import ChunkCopies
 from lmcache_nodeagent.modules.engine_driven_transfer import EngineDrivenTransferModule
 from lmcache_nodeagent.modules.instance_holder import HolderParts
-from lmcache_nodeagent.modules.kv_events import CAPABILITY, KvEventModule, TokenBindings
+from lmcache_nodeagent.modules.kv_events import CAPABILITY, KvEventModule, TokenBindings, no_stream
 from lmcache_nodeagent.modules.layouts import LayoutRegistry
 from lmcache_nodeagent.modules.lmcache_driven_transfer import LMCacheDrivenTransferModule
 from lmcache_nodeagent.modules.lookup import LookupModule
@@ -47,6 +48,7 @@ from lmcache_nodeagent.transport.lanes import LanePool
 from lmcache_nodeagent.transport.lost_commits import LostCommits
 from lmcache_nodeagent.transport.pools import OrderedPool
 from lmcache_nodeagent.transport.router import Router
+from lmcache_nodeagent.transport.waiting_bytes import Waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -56,7 +58,6 @@ if TYPE_CHECKING:
     from lmcache_nodeagent.contexts.base import ContextOpener
     from lmcache_nodeagent.device_plugin.folders import SlotFolders
     from lmcache_nodeagent.ids import InstanceId
-    from lmcache_nodeagent.liveness.evidence import Connection
     from lmcache_nodeagent.liveness.targets import InstanceLivenessTarget
     from lmcache_nodeagent.modules.calls import Module
     from lmcache_nodeagent.observability.bus import EventBus
@@ -172,11 +173,10 @@ def assemble(env: Environment) -> Assembled:
         replace_thread=env.spawn,
     )
 
-    policy = _eviction_policy(config)
     changes = ChangeLog(config.kv_event_log_size)
     store = L1Store(
         env.region,
-        policy,
+        _eviction_policy(config),
         now=now,
         write_ttl_seconds=config.l1_write_ttl_seconds,
         changes=changes,
@@ -280,6 +280,7 @@ def assemble(env: Environment) -> Assembled:
     router = Router(env.sockets, ledger, stalls, late.evidence_seen, publish, now, book)
     late.router = router
     reaper.watch(router)
+    waiting = Waiting.for_config(config, free_memory_bytes())  # L1 is taken
     modules: list[Module] = [management, lookup, *transfers]
     if kv_events is not None:
         modules.append(kv_events)
@@ -295,9 +296,10 @@ def assemble(env: Environment) -> Assembled:
         hear=management.hear,
         send=router.send,
         publish=publish,
-        control=_nobodys_stream if kv_events is None else kv_events.control,
+        control=no_stream if kv_events is None else kv_events.control,
         lost=lost,
         run_is_over=book.is_over,
+        waiting=waiting,
     )
     router.serve(late.dispatcher.receive)
     parts = Parts(
@@ -315,6 +317,7 @@ def assemble(env: Environment) -> Assembled:
         sync_pool=sync_pool,
         normal_pool=normal_pool,
         transfer_pool=transfer_pool,
+        waiting=waiting,
         bus=env.bus,
         link=late.link,
         kv_events=kv_events,
@@ -367,11 +370,6 @@ def _limit_hits(lookup: LookupModule, modules: Sequence[InstanceLivenessTarget])
     for module in modules:
         if isinstance(module, EngineDrivenTransferModule):
             lookup.longest_hit = module.longest_hit
-
-
-def _nobodys_stream(connection: Connection, uid: bytes, word: bytes) -> None:
-    """Take a word about a stream where there are none."""
-    del connection, uid, word
 
 
 def _device_plugin(

@@ -19,7 +19,14 @@ from lmcache_nodeagent.config_flags import (
     Option,
     options_of,
 )
-from lmcache_nodeagent.config_plugin import SOCKETS_FOLDER, DevicePluginConfig, plugin_problems
+from lmcache_nodeagent.config_messages import (
+    HOST,
+    HOST_WORDS,
+    PORTS,
+    MessagesConfig,
+    message_problems,
+)
+from lmcache_nodeagent.config_plugin import SOCKETS_FOLDER, plugin_problems
 from lmcache_nodeagent.config_reaping import LIVE_OPTIONS
 from lmcache_nodeagent.config_rules import listener_problems, window_problems
 from lmcache_nodeagent.errors import ConfigError
@@ -34,73 +41,33 @@ __all__ = [
 ]
 
 _GIB = 1 << 30
-_PORTS = Bounds(0, 65_535)
 _THREADS = Bounds(1, 256)
 _QUEUE = Bounds(1, 1_000_000)
 _SHARE = Bounds(0.01, 1)
-_HOST = r"[^\s/]+"
-_HOST_WORDS = "a host name, an address, or *"
 _PATH = "/.+"
 _PATH_WORDS = "an absolute path"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AgentConfig(DevicePluginConfig):
+class AgentConfig(MessagesConfig):
     """The settings of one agent. Only `l1_size_gb` has no default.
 
     Raises:
         ConfigError: all broken rules together, each with value, limit and fix.
     """
 
-    host: str = field(
-        default="localhost",
-        metadata=Flag(
-            Group.MESSAGES,
-            "Address the message port listens on; IPv6 with or without brackets, * for all.",
-            pattern=_HOST,
-            pattern_words=_HOST_WORDS,
-        ).metadata,
-    )
-    port: int = field(
-        default=5555,
-        metadata=Flag(
-            Group.MESSAGES, "TCP port for workers; 0 takes a free one.", bounds=_PORTS
-        ).metadata,
-    )
-    ipc_path: str = field(
-        default="",
-        metadata=Flag(
-            Group.MESSAGES,
-            "Also listen on a Unix socket at this path. Workers that connect there are known by "
-            "process, so their death is proven at once.",
-            pattern=_PATH,
-            pattern_words=_PATH_WORDS,
-        ).metadata,
-    )
-    max_message_bytes: int = field(
-        default=268_435_456,
-        metadata=Flag(
-            Group.MESSAGES,
-            "Largest message accepted; a connection that sends a larger one is closed. An "
-            "engine-driven worker that does not map L1 sends a whole store in one, and gets a "
-            "whole load in one.",
-            unit="bytes",
-            bounds=Bounds(1 << 20, 1 << 32),
-        ).metadata,
-    )
-
     http_host: str = field(
         default="127.0.0.1",
         metadata=Flag(
             Group.HTTP,
             "Address for health, metrics and status; status is answered to loopback only.",
-            pattern=_HOST,
-            pattern_words=_HOST_WORDS,
+            pattern=HOST,
+            pattern_words=HOST_WORDS,
         ).metadata,
     )
     http_port: int = field(
         default=8080,
-        metadata=Flag(Group.HTTP, "TCP port for HTTP; 0 takes a free one.", bounds=_PORTS).metadata,
+        metadata=Flag(Group.HTTP, "TCP port for HTTP; 0 takes a free one.", bounds=PORTS).metadata,
     )
 
     l1_size_gb: float = field(
@@ -340,6 +307,7 @@ class AgentConfig(DevicePluginConfig):
         problems += listener_problems(
             port=self.port, http_port=self.http_port, ipc_path=self.ipc_path
         )
+        problems += message_problems(self)
         problems += plugin_problems(self)
         problems += window_problems(
             timeout=self.worker_reap_timeout_seconds,

@@ -11,6 +11,7 @@ LmcacheKubeError
 │   ├── StillReleasing      id or memory of a context that is still being released
 │   ├── TooManyRegistered   a peer that holds as much as one may
 │   ├── TooLarge            more bytes than a message may have
+│   ├── TooMuchWaiting      bytes that wait for a client, beyond what may
 │   └── Overloaded          a full queue, or an agent that is stopping
 └── AgentError              ours
     ├── ConfigError         bad flags, all broken rules in one message
@@ -86,6 +87,12 @@ class TooLarge(RequestError):
     """More bytes than a message may have (`--max-message-bytes`)."""
 
     code = "too_large"
+
+
+class TooMuchWaiting(RequestError):
+    """Bytes of requests or of unread replies, beyond what one client or all may have waiting."""
+
+    code = "too_much_waiting"
 
 
 class Overloaded(RequestError):

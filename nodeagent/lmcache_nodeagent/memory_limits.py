@@ -46,11 +46,16 @@ def memory_limits(directory: Path, root: Path = Path("/")) -> list[MemoryLimit]:
         directory: Where the files shall lie.
         root: Where `proc` and `sys` are found; another one in tests.
     """
-    return [
-        *_file_system_limit(directory),
-        *_machine_limit(root / "proc/meminfo"),
-        *_cgroup_limits(root),
-    ]
+    return [*_file_system_limit(directory), *_process_limits(root)]
+
+
+def free_memory_bytes(root: Path = Path("/")) -> int:
+    """Tell how much memory this process may still take."""
+    return min(limit.available_bytes for limit in _process_limits(root))
+
+
+def _process_limits(root: Path) -> list[MemoryLimit]:
+    return [*_machine_limit(root / "proc/meminfo"), *_cgroup_limits(root)]
 
 
 def _file_system_limit(directory: Path) -> Iterator[MemoryLimit]:

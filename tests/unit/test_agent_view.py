@@ -29,6 +29,7 @@ from lmcache_nodeagent.transport.lanes import LanePool
 from lmcache_nodeagent.transport.pools import OrderedPool
 from lmcache_nodeagent.transport.requests import Request
 from lmcache_nodeagent.transport.router import Router
+from lmcache_nodeagent.transport.waiting_bytes import Waiting
 from tests.fakes.liveness_parts import close
 from tests.fakes.module_bench import MODEL, Engine, ModuleBench
 
@@ -102,6 +103,7 @@ class Bench(ModuleBench):
             normal_pool=OrderedPool(run, 8),
             transfer_pool=LanePool(run, 8, self.now),
             bus=EventBus([]),
+            waiting=Waiting.for_config(self.config, 0),
         )
         metrics = Metrics([lambda: metrics_snapshot(self.parts)])
         self.view = RunningAgent(self.parts, metrics, lambda: self.serving, self.now)

@@ -174,6 +174,10 @@ class TestMessages:
             (f"--ipc-path=/{'a' * 107}", "ipc-path is 108 bytes long, but must be 107 or less"),
             ("--http-port=5555", "http-port is 5555, but must differ from port (5555)"),
             ("--close-confirm-seconds=2", "must be 3 or more: raise it to 3"),
+            (
+                "--max-waiting-bytes=500000000",
+                "must be 2 x max-message-bytes (268435456) = 536870912 or more: raise it to",
+            ),
             ("--close-confirm-seconds=20", "must be hint-confirm-seconds (15) or less"),
             ("--hint-confirm-seconds=121", "must be worker-reap-timeout-seconds (120) or less"),
             (
@@ -383,6 +387,7 @@ def test_arguments_give_the_same_configuration_again(values: dict[str, typing.An
     """`to_args` and parsing are each other's inverse for every valid configuration."""
     values["worker_reap_timeout_seconds"] = 0.0  # whatever the other windows are
     values["port"] = 0
+    values["max_waiting_bytes"] = 2 * values["max_message_bytes"]
     values["slots_folder"] = "/run/slots"  # however short a path of another length may be
     config = AgentConfig(**values)
     assert parse_config(config.to_args(), {}) == config

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_nodeagent.memory_limits import memory_limits
+from lmcache_nodeagent.memory_limits import free_memory_bytes, memory_limits
 
 MIB = 2**20
 
@@ -32,6 +32,7 @@ def test_the_file_system_and_the_machine_limit(tmp_path: Path) -> None:
     """Free space comes from the directory itself, available memory from meminfo in kB."""
     lay_out(tmp_path, {"proc/meminfo": "MemAvailable: 3 kB\n", "proc/self/cgroup": ""})
     file_system, machine = memory_limits(tmp_path, tmp_path)
+    assert free_memory_bytes(tmp_path) == 3 * 1024, "whatever any file system has"
     assert file_system.source == f"free space of {tmp_path}"
     assert file_system.available_bytes > 0
     assert (machine.source, machine.available_bytes) == ("MemAvailable of the machine", 3 * 1024)

@@ -25,10 +25,12 @@ from lmcache_nodeagent.protocol.operations import OPERATIONS, Pool
 from lmcache_nodeagent.transport.dispatch import Dispatcher
 from lmcache_nodeagent.transport.lost_commits import LostCommits
 from lmcache_nodeagent.transport.requests import Reply, Request
+from lmcache_nodeagent.transport.waiting_bytes import Waiting, WaitingBytes
 from tests.fakes.liveness_parts import FakeClock, close, connection
 from tests.fixtures.wire.requests import INSTANCE_ID, frames
 
 UID = b"\x05"
+MIB = 1 << 20
 NOT_TRANSFERRED = [b"", False]
 
 
@@ -77,6 +79,9 @@ class Bench:
         }
         self.pools = {pool: HeldPool() for pool in (Pool.SYNC, Pool.NORMAL, Pool.AFFINITY)}
         self.controls: list[tuple[bytes, bytes]] = []
+        self.waiting = Waiting(
+            WaitingBytes(4 * MIB, MIB, "wait"), WaitingBytes(4 * MIB, MIB, "read")
+        )
         self.dispatcher = Dispatcher(
             self.handlers,
             self.pools,
@@ -85,6 +90,7 @@ class Bench:
             self.facts.append,
             lambda _, uid, word: self.controls.append((uid, word)),
             LostCommits(self.replies.append, FakeClock()),
+            waiting=self.waiting,
         )
 
     def handler(self, answer: object) -> Callable[..., object]:
@@ -321,6 +327,71 @@ def test_a_transfer_of_a_connection_that_closed_is_not_begun() -> None:
     bench.run_pools()
     assert len(bench.calls) == 1
     assert NOT_TRANSFERRED in bench.answers()
+
+
+# Bytes that wait
+
+
+def _large(size: int = MIB) -> list[bytes]:
+    """A store with a frame of this size; it is decoded by nobody until it runs."""
+    key, number, _, handle = frames("store")
+    return [key, number, bytes(size), handle]
+
+
+def test_large_requests_wait_up_to_a_bound_and_are_refused_beyond_it() -> None:
+    """At once, in-band; small ones go on, and so do large ones when the first have run."""
+    bench = Bench()
+    for _ in range(3):
+        bench.send("store", *_large(MIB * 3 // 4))
+    assert bench.answers() == [NOT_TRANSFERRED]
+    assert [fact.reason for fact in bench.facts if isinstance(fact, RequestRefused)] == [
+        "too_much_waiting"
+    ]
+    bench.send("store", *frames("store"))
+    assert len(bench.pools[Pool.AFFINITY].requests) == 3
+    bench.run_pools()
+    assert bench.waiting.requests.held_bytes() == 0
+    bench.send("store", *_large())
+    assert len(bench.pools[Pool.AFFINITY].requests) == 1
+
+
+def test_what_no_pool_takes_takes_up_nothing() -> None:
+    """Nor does a transfer that waited for a registration and finds no room."""
+    bench = Bench()
+    bench.pools[Pool.AFFINITY].accepts = False
+    bench.send("store", *_large())
+    assert bench.waiting.requests.held_bytes() == 0
+    bench.send("register_kv_cache", *frames("register_kv_cache"))
+    bench.send("store", *_large())
+    assert bench.waiting.requests.held_bytes() > MIB
+    bench.run_pools()
+    assert bench.waiting.requests.held_bytes() == 0
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_transfer_past_its_deadline_takes_up_what_it_still_uses(begun: bool) -> None:  # noqa: FBT001  # a case
+    """One that waits is dropped; one that runs has its memory until it returns."""
+    bench = Bench()
+    bench.send("store", *_large())
+    (request,) = bench.pools[Pool.AFFINITY].requests
+    request.begun = begun
+    bench.dispatcher.overdue(request, 60.0)
+    assert (bench.waiting.requests.held_bytes() > 0) is begun
+    bench.dispatcher.run(request)
+    assert bench.waiting.requests.held_bytes() == 0
+    assert bench.answers() == [NOT_TRANSFERRED]
+
+
+def test_frames_may_lie_in_memory_of_the_socket() -> None:
+    """They are decoded from there, whichever they are."""
+    bench = Bench()
+    made = [memoryview(frame) for frame in frames("store")]
+    bench.dispatcher.receive(bench.link, [UID, encode("store"), *made])
+    bench.run_pools()
+    assert bench.answers() == [[b"", True]]
+    bench.dispatcher.receive(bench.link, [UID, b"", memoryview(bytearray(100))])
+    assert bench.controls == []
+    assert bench.told()[-1] is MalformedMessage
 
 
 # Handlers

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 
 from lmcache_nodeagent.errors import MalformedRequest
-from lmcache_nodeagent.events import Event, RequestFailed, RequestRefused
+from lmcache_nodeagent.events import Event, ReplyDropped, RequestFailed, RequestRefused
 from lmcache_nodeagent.protocol.codec import mismatched_operation
+from lmcache_nodeagent.protocol.messages import PrepareRetrieveReply, SlotContext
 from lmcache_nodeagent.protocol.operations import OPERATIONS
+from lmcache_nodeagent.protocol.optional_messages import KvEvent, KvEventBatch
 from lmcache_nodeagent.transport.requests import Reply, Request
+from lmcache_nodeagent.transport.waiting_bytes import WaitingBytes
 from tests.fakes.liveness_parts import connection
 
 
@@ -19,6 +22,7 @@ class Caller:
         self.replies: list[Reply] = []
         self.facts: list[Event] = []
         self.link = connection()
+        self.unread = WaitingBytes(4 << 20, 1 << 20, "read them")
         self.request = Request(
             self.link,
             OPERATIONS[name],
@@ -27,6 +31,7 @@ class Caller:
             (),
             self.replies.append,
             self.facts.append,
+            unread=self.unread,
         )
 
 
@@ -87,3 +92,64 @@ def test_the_first_answer_counts() -> None:
     caller.request.fail(KeyError(), "late")
     assert [reply.document for reply in caller.replies] == [b"\x92\xc4\x00\xc3"]
     assert caller.facts == []
+
+
+def _chunks(nbytes: int) -> PrepareRetrieveReply:
+    return PrepareRetrieveReply(success=True, data=bytes(nbytes), context=SlotContext())
+
+
+def test_a_large_answer_takes_up_room_until_it_is_sent() -> None:
+    """Whoever sends it gives that back; a small one takes up none."""
+    caller = Caller("prepare_retrieve")
+    caller.request.answer(_chunks(1 << 20))
+    (reply,) = caller.replies
+    assert reply.hold is not None
+    assert caller.unread.held_bytes() == len(reply.document or b"") > 1 << 20
+    reply.hold.give_back()
+    assert caller.unread.held_bytes() == 0
+    small = Caller("prepare_retrieve")
+    small.request.answer(_chunks(1000))
+    assert small.replies[0].hold is None
+
+
+def test_a_client_that_does_not_read_is_told_no() -> None:
+    """In a few bytes, once what it has not read is as much as one may have."""
+    caller = Caller("prepare_retrieve")
+    caller.unread.take(caller.link.routing_id, 2 << 20)
+    caller.request.answer(_chunks(1 << 20))
+    (reply,) = caller.replies
+    assert (reply.document, reply.hold) == (caller.request.operation.negative, None)
+    (refused,) = caller.facts
+    assert isinstance(refused, RequestRefused)
+    assert refused.reason == "too_much_waiting"
+    assert "read them" in refused.detail
+
+
+def test_an_answer_that_comes_too_late_takes_up_nothing() -> None:
+    """It is not sent."""
+    caller = Caller("prepare_retrieve")
+    caller.request.refuse(MalformedRequest("its deadline"))
+    caller.request.answer(_chunks(1 << 20))
+    assert len(caller.replies) == 1
+    assert caller.unread.held_bytes() == 0
+
+
+def test_a_stream_that_is_not_read_loses_documents() -> None:
+    """Counted as what does not fit a peer's queue; cursors tell the client."""
+    caller = Caller("subscribe_kv_events")
+    event = KvEvent(
+        seq=1,
+        kind="stored",
+        medium="CPU",
+        model_name="demo/model",
+        block_hashes=[bytes(32)] * 1000,
+        parent_block_hash=None,
+        token_ids=[],
+    )
+    batch = KvEventBatch(enabled=True, incarnation=1, next_cursor=2, lost=False, events=[event])
+    caller.request.send(batch)
+    assert caller.replies[0].hold is not None
+    caller.unread.take(caller.link.routing_id, (2 << 20) - caller.unread.held_bytes())
+    caller.request.send(batch)
+    assert len(caller.replies) == 1
+    assert caller.facts == [ReplyDropped("subscribe_kv_events", "peer_not_reading", "10.0.0.1")]

@@ -231,3 +231,8 @@ class KvEventModule:
     def _end(self, subscription: _Subscription, reason: str) -> None:
         subscription.stream.end()
         self._publish(KvEventStreamEnded(reason))
+
+
+def no_stream(connection: Connection, uid: bytes, word: bytes) -> None:
+    """Take a word about a stream where there are none."""
+    del connection, uid, word

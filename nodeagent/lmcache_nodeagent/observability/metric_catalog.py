@@ -294,6 +294,11 @@ JOURNAL_MISSED_ENTRIES_TOTAL = Sampled(
 )
 CONNECTIONS = Sampled("connections", "Open connections on the message port.")
 QUEUED_REQUESTS = Sampled("queued_requests", "Requests that wait for a thread.", label="pool")
+WAITING_BYTES = Sampled(
+    "waiting_bytes",
+    "Bytes of requests that wait or run, and of replies that clients have not read.",
+    label="kind",
+)
 OLDEST_TRANSFER_SECONDS = Sampled(
     "oldest_transfer_seconds", "Age of the oldest store or retrieve that waits or runs."
 )
@@ -350,6 +355,7 @@ SAMPLED: tuple[Sampled, ...] = (
     JOURNAL_MISSED_ENTRIES_TOTAL,
     CONNECTIONS,
     QUEUED_REQUESTS,
+    WAITING_BYTES,
     OLDEST_TRANSFER_SECONDS,
     TRANSFERS_HANGING,
     TRANSFERS_OVERDUE_TOTAL,

@@ -31,6 +31,10 @@ from lmcache_nodeagent.protocol.operations import (
 )
 from lmcache_nodeagent.protocol.prompts import PromptMemory
 
+Frame = bytes | memoryview
+"""One frame of a message. A large one may lie in memory that is libzmq's: it is not copied until it
+is decoded."""
+
 _MAX_OPERATION_BYTES = 128
 _MAX_REASON_CHARS = 500
 
@@ -43,6 +47,7 @@ class _InstanceOnly(msgspec.Struct):
 
 _integer = Decoder(int)
 _operation = Decoder(int | str)
+_data = Decoder(bytes)
 _flag = Decoder(bool | Literal[0, 1])
 _instance_only = Decoder(_InstanceOnly)
 _tensors = Decoder(Annotated[list[Ext], msgspec.Meta(max_length=LIMITS.max_tensors)])
@@ -61,7 +66,7 @@ _decoders: Mapping[int, Decoder[object]] = {
 _keys = PromptMemory(Decoder(CacheKey).decode)
 
 
-def decode_operation(frame: bytes) -> Operation:
+def decode_operation(frame: Frame) -> Operation:
     """Find the operation that a request names, by number or by name.
 
     Raises:
@@ -82,7 +87,7 @@ def decode_operation(frame: bytes) -> Operation:
     return found
 
 
-def is_uid(frame: bytes) -> bool:
+def is_uid(frame: Frame) -> bool:
     """Tell whether a frame can be a request uid: one msgpack integer and nothing after it."""
     if len(frame) > LIMITS.scalar_bytes:
         return False
@@ -103,7 +108,7 @@ def head_frames(operation: Operation, uid: int) -> tuple[bytes, bytes]:
     return msgspec.msgpack.encode(uid), msgspec.msgpack.encode(operation.wire_id)
 
 
-def peek_instance_id(operation: Operation, frames: Sequence[bytes]) -> InstanceId | None:
+def peek_instance_id(operation: Operation, frames: Sequence[Frame]) -> InstanceId | None:
     """Read the instance id of a request and nothing else, in constant time.
 
     Args:
@@ -125,7 +130,7 @@ def peek_instance_id(operation: Operation, frames: Sequence[bytes]) -> InstanceI
     return None if value is None else InstanceId(cast("int", value))
 
 
-def decode_payload(operation: Operation, frames: Sequence[bytes]) -> tuple[object, ...]:
+def decode_payload(operation: Operation, frames: Sequence[Frame]) -> tuple[object, ...]:
     """Decode a request's payload frames into the types of `operation.payload`, in their order.
 
     Raises:
@@ -175,7 +180,7 @@ def mismatched_operation(text: str) -> bytes:
     return msgspec.msgpack.encode(f"refused: {printable}")
 
 
-def _check_size(operation: Operation, field: PayloadField, frame: bytes) -> None:
+def _check_size(operation: Operation, field: PayloadField, frame: Frame) -> None:
     if len(frame) > field.max_bytes:
         raise MalformedRequest(
             f"{operation.name}: {field.name}: frame of {len(frame)} bytes;"
@@ -184,9 +189,12 @@ def _check_size(operation: Operation, field: PayloadField, frame: bytes) -> None
 
 
 def _decode_field(
-    operation: Operation, field: PayloadField, frame: bytes, *, only_instance: bool = False
+    operation: Operation, field: PayloadField, frame: Frame, *, only_instance: bool = False
 ) -> object:
     try:
+        if field.type is bytes:
+            return _data.decode(frame)  # the one copy that is made of it
+        frame = bytes(frame)
         if field.type is TENSORS:
             return _decode_tensors(frame)
         if field.type is bool:

@@ -18,6 +18,7 @@ from lmcache_nodeagent.ids import InstanceId
 from lmcache_nodeagent.liveness.entry import Speaker
 from lmcache_nodeagent.modules.calls import Call, Pending, Streaming
 from lmcache_nodeagent.protocol.codec import (
+    Frame,
     decode_operation,
     decode_payload,
     is_uid,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from lmcache_nodeagent.protocol.operations import Operation
     from lmcache_nodeagent.transport.lost_commits import LostCommits
     from lmcache_nodeagent.transport.pools import Pool
+    from lmcache_nodeagent.transport.waiting_bytes import Waiting
 
 _IDS_KEPT_PER_CONNECTION = 64
 
@@ -46,7 +48,7 @@ _CONNECTIONS_REMEMBERED = 1024
 _CONTROL_FRAMES = 3
 """Uid of a stream, an empty frame where requests name their operation, a word."""
 
-_CONTROL_WORDS = {b"ack", b"cancel"}
+_CONTROL_WORDS = (b"ack", b"cancel")
 """Anything else is a request without an operation, and refused: somebody may wait for an answer."""
 
 _SET_MODE = "in the worker's kv_connector_extra_config, or start the agent with auto"
@@ -87,8 +89,22 @@ class Dispatcher:
         control: Callable[[Connection, bytes, bytes], None],
         lost: LostCommits,
         run_is_over: Callable[[SlotRun], bool] = lambda _: False,
+        waiting: Waiting | None = None,
     ) -> None:
-        """`control` takes what a client says about a stream that it has."""
+        """Make a dispatcher.
+
+        Args:
+            handlers: By operation name.
+            pools: Where requests run.
+            hear: Takes signs of life.
+            send: Sends replies.
+            publish: Takes facts.
+            control: Takes what a client says about a stream that it has.
+            lost: Answers what was too large to be read.
+            run_is_over: Whether the container at a slot has ended.
+            waiting: Bounds the bytes of requests and of unread replies.
+        """
+        self._waiting = waiting
         self._control = control
         self._run_is_over = run_is_over
         self._handlers = handlers
@@ -123,20 +139,22 @@ class Dispatcher:
         reason = f"{request.operation.name} did not finish within {seconds:.1f} s of its arrival"
         request.fail(TransferOverdue(reason), reason)
         self._unanswered.pop(request, None)
+        if not request.begun:
+            _give_back(request)  # nobody will run it
 
-    def receive(self, connection: Connection, frames: Sequence[bytes]) -> None:
+    def receive(self, connection: Connection, frames: Sequence[Frame]) -> None:
         """Take one message without its routing id. Thread: zmq-router."""
         if len(frames) < 2 or not is_uid(frames[0]):  # noqa: PLR2004  # uid and operation
             self._malformed(connection, "framing", f"{len(frames)} frames, no uid and operation")
             return
-        uid, operation_frame = frames[0], frames[1]
-        is_control = not operation_frame and len(frames) == _CONTROL_FRAMES
+        uid = bytes(frames[0])
+        is_control = not frames[1] and len(frames) == _CONTROL_FRAMES
         if is_control and frames[2] in _CONTROL_WORDS:
-            self._control(connection, uid, frames[2])
+            self._control(connection, uid, bytes(frames[2]))
             return
         connection.last_uid = uid
         try:
-            operation = decode_operation(operation_frame)
+            operation = decode_operation(frames[1])
         except RequestError as error:
             self._malformed(connection, error.code, str(error))
             self._send(Reply(connection, "unknown", uid, mismatched_operation(str(error)), None))
@@ -145,10 +163,11 @@ class Dispatcher:
             connection,
             operation,
             uid,
-            operation_frame,
+            bytes(frames[1]),
             frames[2:],
             self._send,
             self._publish,
+            unread=self._waiting.unread_replies if self._waiting else None,
         )
         try:
             self._admit(request)
@@ -177,9 +196,13 @@ class Dispatcher:
         if operation.pool in {PoolKind.INLINE, PoolKind.STREAM}:
             self.run(request)
             return
+        if self._waiting is not None:
+            size = sum(map(len, request.payload))
+            request.hold = self._waiting.requests.take(request.connection.routing_id, size)
         self._unanswered[request] = None
         if self._closing or not self._submit(request):
             self._unanswered.pop(request, None)
+            _give_back(request)
             raise Overloaded(
                 f"{operation.name}: the agent is stopping, its {operation.pool.value} queue"
                 " is full, or an earlier transfer of this connection hangs; try again later"
@@ -253,7 +276,11 @@ class Dispatcher:
         if request.follows_registration:
             self._pass_on(request)
             return
-        self._serve(request)
+        request.begun = True
+        try:
+            self._serve(request)
+        finally:
+            _give_back(request)
         request.in_order = False
 
     def _pass_on(self, request: Request) -> None:
@@ -261,6 +288,7 @@ class Dispatcher:
         request.follows_registration = False
         if not self._pools[PoolKind.AFFINITY].submit(request):
             self._unanswered.pop(request, None)
+            _give_back(request)
             request.refuse(Overloaded(f"{request.operation.name}: the queue is full"))
         request.in_order = False  # after that: what comes now may not overtake this one
 
@@ -291,3 +319,10 @@ class Dispatcher:
         """Give an answer that came later. Thread: whichever settles it."""
         request.answer(value)
         self._unanswered.pop(request, None)
+
+
+def _give_back(request: Request) -> None:
+    """Nothing of a request's payload is needed any more."""
+    request.payload = ()
+    if request.hold is not None:
+        request.hold.give_back()

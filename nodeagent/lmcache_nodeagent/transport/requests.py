@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from lmcache_nodeagent.errors import AgentError, RequestError
-from lmcache_nodeagent.events import RequestFailed, RequestRefused
+from lmcache_nodeagent.errors import AgentError, RequestError, TooMuchWaiting
+from lmcache_nodeagent.events import ReplyDropped, RequestFailed, RequestRefused
 from lmcache_nodeagent.liveness.targets import UNTOUCHED, Touched
 from lmcache_nodeagent.modules.calls import Cancellation
 from lmcache_nodeagent.protocol.codec import encode_reply, mismatched_operation
@@ -18,18 +18,24 @@ if TYPE_CHECKING:
 
     from lmcache_nodeagent.events import Publish
     from lmcache_nodeagent.liveness.evidence import Connection
+    from lmcache_nodeagent.protocol.codec import Frame
     from lmcache_nodeagent.protocol.operations import Operation
+    from lmcache_nodeagent.transport.waiting_bytes import Hold, WaitingBytes
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Frames for one peer, ready to send: `operation_frame` echoes the request's or refuses it."""
+    """Frames for one peer, ready to send: `operation_frame` echoes the request's or refuses it.
+
+    Whoever sends or drops it gives its `hold` back once the document's memory is free.
+    """
 
     connection: Connection
     operation_name: str
     uid: bytes
     operation_frame: bytes
     document: bytes | None
+    hold: Hold | None = None
 
 
 class Request:
@@ -40,9 +46,12 @@ class Request:
         "_lock",
         "_publish",
         "_send",
+        "_unread",
+        "begun",
         "cancellation",
         "connection",
         "follows_registration",
+        "hold",
         "in_order",
         "operation",
         "operation_frame",
@@ -58,11 +67,13 @@ class Request:
         operation: Operation,
         uid: bytes,
         operation_frame: bytes,
-        payload: Sequence[bytes],
+        payload: Sequence[Frame],
         send: Callable[[Reply], None],
         publish: Publish,
         touched: Touched = UNTOUCHED,
+        unread: WaitingBytes | None = None,
     ) -> None:
+        """`unread` bounds what waits for clients to read it."""
         self.connection = connection
         self.operation = operation
         self.uid = uid
@@ -73,29 +84,54 @@ class Request:
         self.cancellation = Cancellation()
         self.in_order = False  # is in the SYNC queue, or runs there
         self.follows_registration = False  # a transfer that goes through that queue first
+        self.begun = False  # a thread has it
+        self.hold: Hold | None = None  # what it takes up until it has run
         self._send = send
         self._publish = publish
+        self._unread = unread
         self._lock = Lock()  # guards: _answered
         self._answered = False
 
     def answer(self, value: object) -> None:
-        """Send the operation's reply; a value that cannot be encoded becomes the negative one."""
+        """Send the operation's reply.
+
+        A value that cannot be encoded becomes the negative one, as does one that is too large for a
+        client which has not read what it was sent before.
+        """
         try:
             document = encode_reply(self.operation, value)
+            hold = self._take(document)
         except AgentError as error:
             self.fail(error, str(error))
             return
-        self._reply(self.operation_frame, document)
+        except TooMuchWaiting as error:
+            self.refuse(error)
+            return
+        self._reply(self.operation_frame, document, hold)
+
+    def _take(self, document: bytes | None) -> Hold | None:
+        """Take up a document's bytes.
+
+        Raises:
+            TooMuchWaiting: the client does not read.
+        """
+        if self._unread is None or document is None:
+            return None
+        return self._unread.take(self.connection.routing_id, len(document))
 
     def send(self, value: object) -> None:
-        """Send one document of a stream; none after its end."""
+        """Send one document of a stream; none after its end, nor to a client that does not read."""
         document = encode_reply(self.operation, value)
         with self._lock:
             if self._answered:
                 return
-        self._send(
-            Reply(self.connection, self.operation.name, self.uid, self.operation_frame, document)
-        )
+        try:
+            hold = self._take(document)
+        except TooMuchWaiting:
+            peer = self.connection.peer.text
+            self._publish(ReplyDropped(self.operation.name, "peer_not_reading", peer))
+            return
+        self._hand_over(self.operation_frame, document, hold)
 
     def end(self) -> None:
         """End a stream."""
@@ -122,10 +158,17 @@ class Request:
             return self._reply(self.operation_frame, self.operation.negative)
         return self._reply(mismatched_operation(reason), None)
 
-    def _reply(self, operation_frame: bytes, document: bytes | None) -> bool:
+    def _reply(
+        self, operation_frame: bytes, document: bytes | None, hold: Hold | None = None
+    ) -> bool:
         with self._lock:
-            if self._answered:
-                return False
-            self._answered = True
-        self._send(Reply(self.connection, self.operation.name, self.uid, operation_frame, document))
-        return True
+            late, self._answered = self._answered, True
+        if not late:
+            self._hand_over(operation_frame, document, hold)
+        elif hold is not None:
+            hold.give_back()
+        return not late
+
+    def _hand_over(self, operation_frame: bytes, document: bytes | None, hold: Hold | None) -> None:
+        name = self.operation.name
+        self._send(Reply(self.connection, name, self.uid, operation_frame, document, hold))

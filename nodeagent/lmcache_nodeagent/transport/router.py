@@ -19,6 +19,7 @@ from lmcache_nodeagent.events import ReplyDropped
 from lmcache_nodeagent.liveness.stalls import STALL_SECONDS
 from lmcache_nodeagent.transport.connections import SUSPECT_CHECK_SECONDS, ConnectionTable
 from lmcache_nodeagent.transport.sockets import RECEIVE_QUEUE_MESSAGES
+from lmcache_nodeagent.transport.unread import UnreadReplies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from lmcache_nodeagent.liveness.evidence import Connection, ConnectionLedger
     from lmcache_nodeagent.liveness.slots import SlotBook
     from lmcache_nodeagent.liveness.stalls import Stalls
+    from lmcache_nodeagent.protocol.codec import Frame
     from lmcache_nodeagent.transport.requests import Reply
     from lmcache_nodeagent.transport.sockets import BoundSockets
 
@@ -38,6 +40,9 @@ _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _MESSAGES_PER_TURN = 256
 _FRAMES_KEPT = 16
 """No operation has more; the frames after these are read and dropped."""
+
+_LEFT_IN_PLACE_BYTES = 64 << 10
+"""Frames from here on stay in libzmq's memory: copying them would hold up everybody's pings."""
 
 _LONGEST_WAIT_MS = 500
 _SUSPECT_WAIT_MS = math.ceil(SUSPECT_CHECK_SECONDS * 1000)
@@ -67,7 +72,7 @@ class Router:
         self._ledger = ledger
         self._publish = publish
         self._now = now
-        self._receive: Callable[[Connection, Sequence[bytes]], None] = lambda _c, _f: None
+        self._receive: Callable[[Connection, Sequence[Frame]], None] = lambda _c, _f: None
         self._monitor = sockets.monitor
         self._connections = ConnectionTable(
             monitor=self._monitor,
@@ -84,6 +89,7 @@ class Router:
             slot_book=slot_book,
         )
         self._outbox: deque[Reply] = deque()
+        self._unread = UnreadReplies()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_on_send = True
         self._lock = Lock()  # guards: _marks
@@ -96,7 +102,7 @@ class Router:
         self._last_read_at = now()
         self._last_turn_at = now()
 
-    def serve(self, receive: Callable[[Connection, Sequence[bytes]], None]) -> None:
+    def serve(self, receive: Callable[[Connection, Sequence[Frame]], None]) -> None:
         """Connect the dispatcher; before `run`."""
         self._receive = receive
 
@@ -136,6 +142,7 @@ class Router:
         empty = self._read_messages()
         self._wake_on_send = True  # before the outbox is emptied, so that nothing is missed
         self._send_replies()
+        self._unread.tidy()
         self._connections.tidy(all_read=empty)
         if asked and (empty or self._has_read_past_every_queue()):
             self._set_marks(asked)
@@ -178,12 +185,13 @@ class Router:
             self._receive(connection, frames)
         return False
 
-    def _rest_of_message(self, frame: zmq.Frame) -> list[bytes]:
-        frames: list[bytes] = []
+    def _rest_of_message(self, frame: zmq.Frame) -> list[Frame]:
+        frames: list[Frame] = []
         while frame.more:
             frame = self._socket.recv(_NOBLOCK, copy=False)
             if len(frames) < _FRAMES_KEPT:
-                frames.append(frame.bytes)
+                large = len(frame) >= _LEFT_IN_PLACE_BYTES
+                frames.append(frame.buffer if large else frame.bytes)
         return frames
 
     def send(self, reply: Reply) -> None:
@@ -225,11 +233,17 @@ class Router:
         send(reply.uid, _MORE)
         if reply.document is None:
             send(reply.operation_frame, _NOBLOCK)
-        else:
-            send(reply.operation_frame, _MORE)
+            return
+        send(reply.operation_frame, _MORE)
+        if reply.hold is None:
             send(reply.document, _NOBLOCK)
+        else:
+            tracker = send(reply.document, _NOBLOCK, copy=False, track=True)
+            self._unread.sent(tracker, reply.hold)
 
     def _dropped(self, reply: Reply, reason: str) -> None:
+        if reply.hold is not None:
+            reply.hold.give_back()
         self._publish(ReplyDropped(reply.operation_name, reason, reply.connection.peer.text))
 
     def _is_routable(self, routing_id: RoutingId) -> bool:
@@ -296,6 +310,6 @@ class Router:
             os.close(self._wakeup)
 
 
-def _small_uid(frame: bytes) -> int:
+def _small_uid(frame: Frame) -> int:
     """Tell a first uid of 0 from any other; -1 for what is no small integer."""
     return frame[0] if len(frame) == 1 and frame[0] <= 0x7F else -1  # noqa: PLR2004  # fixint

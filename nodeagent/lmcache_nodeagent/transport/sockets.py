@@ -20,6 +20,7 @@ from lmcache_nodeagent.config_rules import bare_host
 from lmcache_nodeagent.errors import ConfigError
 from lmcache_nodeagent.transport.monitor import SocketMonitor
 from lmcache_nodeagent.transport.slot_sockets import SlotSockets
+from lmcache_nodeagent.transport.waiting_bytes import COUNTED_BYTES
 
 if TYPE_CHECKING:
     from lmcache_nodeagent.config import AgentConfig
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
 _SEND_QUEUE_MESSAGES = 16_384
 """Replies kept for a peer that does not read; they are small. Beyond it they are dropped."""
 
-RECEIVE_QUEUE_MESSAGES = 1_000
-"""Messages that libzmq keeps of one connection before it stops reading from it."""
+RECEIVE_QUEUE_MESSAGES = 64
+"""Messages that libzmq keeps of one connection before it stops reading from it. It knows no bytes,
+and each may have `--max-message-bytes`; the router takes small ones faster than they come."""
 
 _HANDSHAKE_SECONDS = 10.0
 _LINGER_MS = 500
@@ -177,6 +179,7 @@ def _set_options(router: zmq.Socket[bytes], config: AgentConfig, keepalive: Keep
     }
     for option, value in options.items():
         router.setsockopt(option, value)
+    router.copy_threshold = COUNTED_BYTES  # libzmq tells when it has let larger replies go
 
 
 def _max_links(listeners: int) -> int:
