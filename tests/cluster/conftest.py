@@ -19,7 +19,7 @@ from tests.cluster.reconcile_world import World
 from tests.cluster.story import Story
 from tests.polling import poll_until
 
-_SERVED_SECONDS = 15.0
+_SERVED_SECONDS = 60.0
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,7 @@ from tests.polling import poll_until
 
 CONTEXT = "lmcache-kube-test"
 
-_START_SECONDS = 60.0
+_START_SECONDS = 120.0
 _STOP_SECONDS = 5.0
 _ATTEMPTS = 3  # a free port may be taken by somebody else before it is bound
 

@@ -33,7 +33,7 @@ from lmcache_operator.cluster import Cluster
 from tests.cluster.control_plane import ControlPlane
 from tests.fakes.link_listener import WritesDown
 
-SOON_SECONDS = 15.0
+SOON_SECONDS = 60.0
 """For what takes a moment: generous, since the machine may be busy."""
 
 _INTERVAL_SECONDS = 0.01

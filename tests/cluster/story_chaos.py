@@ -14,7 +14,7 @@ from tests.cluster.story_pods import StoryPod
 from tests.polling import poll_until
 
 FEWEST_ENGINES, MOST_ENGINES = 3, 6
-CONVERGES_SECONDS = 30.0
+CONVERGES_SECONDS = 60.0
 _LOG_CHARACTERS = 4000
 
 

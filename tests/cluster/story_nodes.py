@@ -20,7 +20,7 @@ from tests.fakes.agent_process import AgentProcess
 from tests.fakes.pods import Json, container_status, running
 from tests.polling import poll_until
 
-AGENT_SECONDS = 30.0
+AGENT_SECONDS = 90.0
 _OURS = ("port", "http-port", "l1-size-gb", "log-format", "http-host")
 _NO_KUBELET = ("device-plugin-resource", "slots-folder", "slot-shared-memory-bytes", "shm-name")
 """A story tells of pods by the API server; none has a kubelet that would mount anything."""

@@ -159,7 +159,6 @@ def test_who_is_refused(
     run_linked(control_plane, objects.namespace, story)
 
 
-@pytest.mark.timeout(90)
 def test_what_is_gone_lets_nobody_in(
     control_plane: ControlPlane, objects: AgentObjects, server: ServerRef
 ) -> None:

@@ -19,7 +19,6 @@ from tests.cluster.operator_link import Link, greet, running_link, until
 AGENTS = 200
 
 
-@pytest.mark.timeout(180)
 def test_two_hundred_agents_at_once(
     control_plane: ControlPlane,
     kind: str,

@@ -107,7 +107,6 @@ def lease(api: Api, namespace: str) -> Callable[[], dict[str, Any]]:
 Read = Callable[[], dict[str, Any]]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("skew", [120.0, -120.0])
 def test_the_holder_is_killed(start: Start, lease: Read, skew: float) -> None:
     """Another takes over, whatever its clock says, and not while the holder renews."""
@@ -130,7 +129,6 @@ def test_the_holder_is_killed(start: Start, lease: Read, skew: float) -> None:
     assert lease()["leaseTransitions"] == 1
 
 
-@pytest.mark.timeout(120)
 def test_the_holder_is_frozen(start: Start, lease: Read) -> None:
     """Another takes over; thawed, the first knows at once that it holds nothing, and ends."""
     holder = start("holder")
@@ -145,7 +143,6 @@ def test_the_holder_is_frozen(start: Start, lease: Read) -> None:
     assert other.holds()
 
 
-@pytest.mark.timeout(120)
 def test_the_holder_stops(start: Start, lease: Read) -> None:
     """It releases the Lease: the next need not wait until it has run out."""
     holder = start("holder")
@@ -158,7 +155,6 @@ def test_the_holder_stops(start: Start, lease: Read) -> None:
     assert lease()["leaseTransitions"] >= 1
 
 
-@pytest.mark.timeout(120)
 def test_five_start_together(start: Start, lease: Read) -> None:
     """One of them holds it; as it dies, one other does."""
     candidates = [start(name) for name in "abcde"]

@@ -22,8 +22,6 @@ OWNED = (
 )
 GONE_SECONDS = 90.0  # the garbage collector takes note of new kinds every 30 s
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.fixture
 def elsewhere(api: Api) -> Generator[str]:

@@ -37,7 +37,6 @@ def kubeconfig(control_plane: ControlPlane, api: Api, tmp_path: Path) -> Generat
     poll_until(lambda: api.request("GET", namespace).status == 404, PATIENCE_SECONDS, "all goes")
 
 
-@pytest.mark.timeout(120)
 def test_a_server_is_served_from_beginning_to_end(kubeconfig: Path, world: World) -> None:
     """Apply, pods that are refused, a worker's namespace that goes; nothing is forbidden."""
     path = f"/api/v1/namespaces/{world.namespace}"

@@ -197,7 +197,6 @@ def test_with_on_delete_people_are_told_what_waits_for_them(world: World) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_an_idle_minute_is_a_minute_without_writes(operator: OperatorProcess, world: World) -> None:
     """Case 48: no write feeds on itself, and no transition time moves."""
     world.add_node()

@@ -10,14 +10,11 @@ from tests.cluster.control_plane import ControlPlane
 from tests.cluster.story import PROOF_ONLY, Story, make_ready
 from tests.polling import poll_until
 
-pytestmark = pytest.mark.timeout(180)  # the first one also starts a control plane
-
 NAMESPACE = "crash"
 BACK_SECONDS = 30.0
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_what_changed_around_a_crash_of_the_api_server_is_noticed(
     control_plane: ControlPlane, tmp_path: Path
 ) -> None:

@@ -24,7 +24,6 @@ def test_a_model_name_without_end(story: Story) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_registrations_without_end(story: Story) -> None:
     """More than the operator takes of one agent, and as many as the agent takes of one peer."""
     story.begin()

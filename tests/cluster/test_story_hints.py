@@ -10,8 +10,6 @@ from tests.cluster.story import PROOF_ONLY, SMALLEST, Story
 from tests.cluster.story_events import on
 from tests.fakes.netns import NetNamespace, needs_root
 
-pytestmark = pytest.mark.timeout(180)  # the first one also starts a control plane
-
 CONFIRM_SECONDS = 3
 
 
@@ -43,7 +41,6 @@ def test_a_silent_worker_with_an_open_connection_is_held_and_visible(story: Stor
 
 
 @needs_root
-@pytest.mark.timeout(120)
 def test_a_dead_worker_behind_a_half_open_connection_goes_after_the_confirmation(
     story: Story,
 ) -> None:

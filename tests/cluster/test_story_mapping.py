@@ -9,8 +9,6 @@ import pytest
 from tests.cluster.story import PROOF_ONLY, SMALLEST, Story
 from tests.cluster.story_events import on
 
-pytestmark = pytest.mark.timeout(180)  # the first one also starts a control plane
-
 
 def test_a_finished_pod_that_still_shows_an_address_is_nobodys(story: Story) -> None:
     """The running pod of that address is the one; the old one's deletion says nothing."""
@@ -107,7 +105,6 @@ def test_a_worker_that_registers_while_the_operator_is_away_is_mapped_later(stor
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(150)
 def test_idle_ranks_of_a_running_pod_outlive_their_grace(story: Story) -> None:
     """Eight ranks of which one pings: all are counted and none goes; case 1."""
     story.begin({**SMALLEST, "registrationGraceSeconds": 30})

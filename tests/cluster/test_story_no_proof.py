@@ -10,8 +10,6 @@ from tests.cluster.story import SMALLEST, Story
 from tests.cluster.story_pods import ENGINE, StoryPod
 from tests.fakes.pods import LOST
 
-pytestmark = pytest.mark.timeout(180)  # the first one also starts a control plane
-
 LONG_ENOUGH_SECONDS = 6.0
 """Twice the smallest hint window: whatever should not act would have acted."""
 

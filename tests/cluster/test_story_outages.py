@@ -14,8 +14,6 @@ from tests.cluster.story_api_proxy import ApiProxy, Manner
 from tests.cluster.story_events import on
 from tests.polling import poll_until
 
-pytestmark = pytest.mark.timeout(180)  # the first one also starts a control plane
-
 CONVERGES_SECONDS = 15.0
 """Five are promised; benchmarks show what it takes, a busy machine may take more."""
 
@@ -86,7 +84,6 @@ def settings_follow(story: Story, seconds: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_watches_that_fell_silent_without_a_word_are_given_up(
     proxied: Story, proxy: ApiProxy
 ) -> None:
@@ -103,7 +100,6 @@ def test_watches_that_fell_silent_without_a_word_are_given_up(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(150)
 def test_without_an_api_server_agents_go_on_alone(proxied: Story, proxy: ApiProxy) -> None:
     """The operator ends, is started again, and catches up without a burst; case 56, third run."""
     story = proxied.begin(SMALLEST)

@@ -9,8 +9,6 @@ import pytest
 from tests.cluster.story import PROOF_ONLY, Story
 from tests.cluster.story_pods import ENGINE, SIDECAR
 
-pytestmark = pytest.mark.timeout(180)  # the first one also starts a control plane
-
 WITH_SIDECAR = (ENGINE, SIDECAR)
 
 

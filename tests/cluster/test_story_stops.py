@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.cluster.story import PROOF_ONLY, Story
-
-pytestmark = pytest.mark.timeout(180)  # the first one also starts a control plane
 
 ATTEMPTS = 3  # the moment is hit by chance, most of the time
 

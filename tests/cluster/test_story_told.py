@@ -5,13 +5,9 @@ from __future__ import annotations
 import signal
 import time
 
-import pytest
-
 from tests.cluster.story import PROOF_ONLY, SMALLEST, SOON_SECONDS, Story
 from tests.cluster.story_events import on
 from tests.polling import poll_until
-
-pytestmark = pytest.mark.timeout(180)  # the first one also starts a control plane
 
 
 def test_a_reap_is_an_event_on_the_pod_and_on_the_server(story: Story) -> None:

@@ -18,8 +18,8 @@ from typing import Any, Self
 from tests.leaks import made_for_us
 from tests.polling import poll_until
 
-START_SECONDS = 30.0
-STOP_SECONDS = 15.0
+START_SECONDS = 90.0
+STOP_SECONDS = 60.0
 
 FAST_WINDOWS = (
     "--worker-reap-timeout-seconds=30",
