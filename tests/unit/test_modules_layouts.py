@@ -105,6 +105,37 @@ def test_pipeline_stages_with_other_layers_are_looked_up_together() -> None:
     assert bench.pins() == 0
 
 
+def test_a_look_up_promises_what_the_engine_itself_can_load() -> None:
+    """Not what another pod has stored of the model in another layout, with every prompt anew."""
+    bench = ModuleBench()
+    old = Engine(bench, 1, address="10.0.0.1")
+    new = Engine(bench, 2, address="10.0.0.2", register=False)
+    new.register([kv_tensor(new.segment, SHAPE, dtype="bfloat16")])
+    new.fill()
+    assert old.store(end=4)
+    assert new.lookup(end=4) == 0
+    assert old.lookup(end=4) == 4
+    assert new.store(end=2)
+    assert new.lookup(end=4, request="r2") == 2
+    assert new.retrieve(end=2, request="r2")
+    elsewhere = Engine(bench, 3, address="10.0.0.3", register=False)
+    assert elsewhere.lookup(end=4, request="r3") == 4
+
+
+def test_stages_in_pods_of_their_own_are_looked_up_together() -> None:
+    """The pod that looks up has one of the ranks; the others' layouts are theirs."""
+    bench = ModuleBench()
+    stages = [
+        Engine(bench, rank + 1, rank=rank, world=2, address=f"10.0.0.{rank}", register=False)
+        for rank in (0, 1)
+    ]
+    for stage, layers in zip(stages, (3, 2), strict=True):
+        stage.register(tensors(stage.segment, *[SHAPE] * layers))
+        stage.fill()
+        assert stage.store(end=4)
+    assert stages[0].lookup(end=CHUNKS) == 4
+
+
 def test_registrations_are_counted() -> None:
     """Shared by the workers of a model; the last one takes it along."""
     layouts = LayoutRegistry()

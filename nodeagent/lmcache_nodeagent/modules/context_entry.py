@@ -38,12 +38,14 @@ class Registration:
 class TransferEntry(ReapableEntry):
     """What the entries of both transfer modes share. Guarded by the lock of their table.
 
-    `users` counts the transfers that use the entry now, `clients` are the open connections that
-    have transferred. `fenced` is set when it is taken out:
-    from then on nobody becomes a user, and `drained` is set with the last one.
+    `layout_pod` is where it was registered from, for the layout's count. `users` counts the
+    transfers that use the entry now, `clients` are the open connections that have transferred.
+    `fenced` is set when it is taken out: from then on nobody becomes a user, and `drained` is set
+    with the last one.
     """
 
     layout_identity: int
+    layout_pod: str = ""
     users: int = 0
     clients: list[Connection] = field(default_factory=list)
     fenced: bool = False

@@ -81,7 +81,8 @@ class InstanceHolder(InstanceLivenessTarget, Generic[EntryT]):
         parts, connection = self._parts, entry.registrant
         for rival in self.rivals:
             rival.give_way(entry.instance_id, connection)
-        parts.layouts.add(entry.model, entry.world_size, entry.layout_identity)
+        entry.layout_pod = connection.pod_identity
+        parts.layouts.add(entry.model, entry.world_size, entry.layout_identity, entry.layout_pod)
         try:
             installed = self._table.install(entry, now)
         except BaseException:
@@ -210,4 +211,6 @@ class InstanceHolder(InstanceLivenessTarget, Generic[EntryT]):
 
     def _forget_layout(self, entry: EntryT) -> None:
         """Undo what a registration shares with others of its model."""
-        self._parts.layouts.remove(entry.model, entry.world_size, entry.layout_identity)
+        self._parts.layouts.remove(
+            entry.model, entry.world_size, entry.layout_identity, entry.layout_pod
+        )

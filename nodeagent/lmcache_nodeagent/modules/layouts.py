@@ -41,31 +41,37 @@ def layout_id(layout: ChunkLayout) -> int:
 class LayoutRegistry:
     """Layout ids by (model, world size), one for each registration. Threads: any.
 
-    The workers of one engine need not have the same: pipeline stages hold other layers.
+    The workers of one engine need not have the same: pipeline stages hold other layers. `pod` is
+    `Connection.pod_identity`, which engine's worker that is, as far as it can be told.
     """
 
     def __init__(self) -> None:
         self._lock = Lock()  # guards: _ids
-        self._ids: dict[tuple[str, int], list[int]] = {}
+        self._ids: dict[tuple[str, int], list[tuple[int, str]]] = {}
 
-    def add(self, model: str, world_size: int, identity: int) -> None:
+    def add(self, model: str, world_size: int, identity: int, pod: str = "") -> None:
         """Count a registration in."""
         with self._lock:
-            self._ids.setdefault((model, world_size), []).append(identity)
+            self._ids.setdefault((model, world_size), []).append((identity, pod))
 
-    def remove(self, model: str, world_size: int, identity: int) -> None:
+    def remove(self, model: str, world_size: int, identity: int, pod: str = "") -> None:
         """Count a registration out, once for each `add`."""
         with self._lock:
-            identities = self._ids[model, world_size]
-            identities.remove(identity)
-            if not identities:
+            registered = self._ids[model, world_size]
+            registered.remove((identity, pod))
+            if not registered:
                 del self._ids[model, world_size]
 
-    def find(self, model: str, world_size: int) -> Sequence[int]:
-        """Return the layout ids of a model, latest first; none while no worker of it is here."""
+    def find(self, model: str, world_size: int, pod: str = "") -> Sequence[int]:
+        """Return the layout ids of a model, latest first; none while no worker of it is here.
+
+        Of the workers of `pod` alone, if all ranks of an engine are there.
+        """
         with self._lock:
-            identities = self._ids.get((model, world_size), ())
-            return tuple(dict.fromkeys(reversed(identities)))
+            registered = tuple(reversed(self._ids.get((model, world_size), ())))
+        own = [identity for identity, theirs in registered if pod and theirs == pod]
+        everybody = [identity for identity, _ in registered]
+        return tuple(dict.fromkeys(own if len(own) >= world_size else everybody))
 
     def __len__(self) -> int:
         """Count the (model, world size) pairs."""

@@ -75,6 +75,7 @@ class LookupModule:
     def lookup(self, call: Call, key: CacheKey, shards: int) -> None:
         """Find the longest prefix that all ranks can serve, pin it, remember it for the status.
 
+        Only layouts count that a worker of the scheduler's own pod would load, if there are such.
         Without a registered worker of the model the result is 0: nobody could load it. More than
         its workers can load at once is not told of either: vLLM fails a request whose load fails.
         There is no tier below L1 yet, so the result is known at once.
@@ -86,8 +87,8 @@ class LookupModule:
         now = self._now()
         self.expire(now)
         chunks = key.end // self._hasher.chunk_tokens
-        identities = self._layouts.find(key.model_name, key.world_size)
         connection = call.connection
+        identities = self._layouts.find(key.model_name, key.world_size, connection.pod_identity)
         session, replaced = self._sessions.begin(
             connection, connection.peer.identity, key.request_id, now
         )
