@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from lmcache_nodeagent.agent_view import Parts
 from lmcache_nodeagent.clock import wall
 from lmcache_nodeagent.device_plugin.gate import StartGate
+from lmcache_nodeagent.device_plugin.memory_watch import SharedMemoryWatch
 from lmcache_nodeagent.device_plugin.plugin import DevicePlugin
 from lmcache_nodeagent.device_plugin.service import SlotService
 from lmcache_nodeagent.hashing import ChunkHasher
@@ -383,6 +384,7 @@ def _device_plugin(
         book,
         env.folders,
         service,
+        SharedMemoryWatch(book, env.folders, late.targets, journal, publish),
         late.targets,
         env.is_ready,
         late.slots_listed,

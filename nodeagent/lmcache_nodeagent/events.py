@@ -175,6 +175,18 @@ class ContainerStarted(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class SharedMemoryExceeded(Event):
+    """A container has more in its shared memory than it may. Said once for each of its runs.
+
+    `pod`: `namespace/name`, empty if the kubelet has not said whose slot it is.
+    """
+
+    slot: str
+    pod: str
+    excess: str
+
+
+@dataclass(frozen=True, slots=True)
 class ReapingSettingsChanged(Event):
     """Other reaping settings are in force. `changed`: `name: old -> new`, each."""
 

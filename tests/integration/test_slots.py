@@ -202,6 +202,21 @@ def test_a_slot_taken_back_is_proof_once_the_connection_is_closed(node: SlotNode
     assert reap["reason"] in {"slot_released", "process_exit"}
 
 
+def test_a_container_that_takes_too_much_later_is_told_of(node: SlotNode) -> None:
+    """It is served on; that it has more than it may is counted, and said with its name."""
+    slot, worker = registered(node, "engine-0", 1)
+    poll_until(lambda: node.agent.instances()[1]["slot_pod"], SOON_SECONDS)
+    with (node.shared / slot / "more").open("wb") as more:
+        os.truncate(more.fileno(), node.shared_memory_bytes)  # holes
+    count = "slot_shared_memory_exceeded_total"
+    poll_until(lambda: node.agent.metric(count) == 1, SOON_SECONDS)
+    (told,) = node.agent.log_records("shared_memory_exceeded")
+    assert (told["slot"], told["pod"]) == (slot, "team/engine-0")
+    assert f"may have {node.shared_memory_bytes}" in told["excess"]
+    assert worker.ask("store", 1)
+    assert node.agent.reaps() == []
+
+
 def test_all_slots_used(node: SlotNode) -> None:
     """The next pod is Pending, with the scheduler's own words."""
     for number in range(SLOTS):

@@ -156,3 +156,43 @@ def test_a_container_may_have_only_so_much(node: Node) -> None:
     node.leave("two", LIMIT)
     with pytest.raises(LayoutError, match=r"slot 0 has .* may have 1048576: make the worker's"):
         node.folders.segments_of(SlotRun("0", 1))
+
+
+def test_holes_count(node: Node) -> None:
+    """The agent would fill them."""
+    os.truncate(node.leave("sparse"), LIMIT + 1)
+    with pytest.raises(LayoutError, match=f"has {LIMIT + 1} bytes in its shared memory"):
+        node.folders.segments_of(SlotRun("0", 1))
+
+
+def test_nothing_is_hidden(node: Node, tmp_path: Path) -> None:
+    """Not in folders, nor behind a name like the agent's; links lead nowhere."""
+    (node.shared / "0/folder").mkdir()
+    node.leave("folder/inner", LIMIT + 1)
+    assert node.folders.use_of("0").excess
+    node.folders.renew("0")
+    node.leave(f"{POOL}.mine", LIMIT + 1)
+    assert node.folders.use_of("0").excess
+    node.folders.renew("0")
+    (node.shared / "0/nowhere").symlink_to("missing")
+    (tmp_path / "large").write_bytes(bytes(LIMIT + 1))
+    (node.shared / "0/large").symlink_to(tmp_path / "large")
+    use = node.folders.use_of("0")
+    assert (use.files, use.excess) == (2, "")
+
+
+def test_looking_has_an_end(node: Node) -> None:
+    """Many files, or deep folders, are too much by themselves."""
+    (node.shared / "0/1/2/3/4/5/6/7").mkdir(parents=True)
+    assert node.folders.use_of("0").excess == ""
+    (node.shared / "0/1/2/3/4/5/6/7/8").mkdir()
+    assert "folders 8 deep" in node.folders.use_of("0").excess
+    node.folders.renew("0")
+    for number in range(4097):
+        (node.shared / "0" / str(number)).touch()
+    assert "more than 4096 files" in node.folders.use_of("0").excess
+
+
+def test_there_is_nothing_to_measure_without_shared_memory(tmp_path: Path) -> None:
+    """The container's own is none of our business."""
+    assert Node(tmp_path, shared=False).folders.use_of("0").excess == ""

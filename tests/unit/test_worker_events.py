@@ -103,6 +103,7 @@ class TestWording:
             ("cancelled", "ReapCancelled", "then there was a sign of life"),
             ("false_reap", "FalseReap", "after it was reaped"),
             ("stuck_release", "ReleaseStuck", "512 MiB of dead instance 7"),
+            ("shared_memory_exceeded", "SharedMemoryExceeded", "It goes on, but cannot register"),
         ],
     )
     def test_other_kinds(self, kind: EntryKind, reason: str, words: str) -> None:

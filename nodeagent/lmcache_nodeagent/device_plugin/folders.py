@@ -14,8 +14,10 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +41,10 @@ _POOL_MODE = 0o666
 _POOL_GROUP_MODE = 0o660
 _BLOCK_BYTES = 512  # st_blocks of stat(2)
 
+_MOST_FILES = 4096
+_DEEPEST = 8
+"""A worker has a file or some for each layer. To look at many more would take too long."""
+
 
 @dataclass(frozen=True, slots=True)
 class MountPoint:
@@ -47,6 +53,27 @@ class MountPoint:
     container_path: str
     host_path: str
     read_only: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemoryUse:
+    """What a slot's container has in its shared memory, L1 not counted.
+
+    A file with holes counts whole: the agent fills those of what it maps.
+    """
+
+    nbytes: int
+    files: int
+    limit_bytes: int
+
+    @property
+    def excess(self) -> str:
+        """What is more than the container may have, in words; empty if nothing is."""
+        if self.files > _MOST_FILES:
+            return f"more than {_MOST_FILES} files, or folders {_DEEPEST} deep, which nobody counts"
+        if self.nbytes > self.limit_bytes:
+            return f"{self.nbytes} bytes in its shared memory, but may have {self.limit_bytes}"
+        return ""
 
 
 class SlotFolders:
@@ -143,19 +170,33 @@ class SlotFolders:
         """
         if not run or self._shared is None:
             return SHM_DIRECTORY
-        folder = self._shared / run.slot
-        used = sum(path.stat().st_blocks * _BLOCK_BYTES for path in self._segments(folder))
-        if used > self._limit_bytes:
+        if excess := self.use_of(run.slot).excess:
             raise LayoutError(
-                f"{run.words} has {used} bytes in its shared memory, but may have"
-                f" {self._limit_bytes}: make the worker's KV memory smaller, or raise"
+                f"{run.words} has {excess}: make the worker's KV memory smaller, or raise"
                 " --slot-shared-memory-bytes"
             )
-        return folder
+        return self._shared / run.slot
 
-    @staticmethod
-    def _segments(folder: Path) -> Sequence[Path]:
-        return [path for path in folder.iterdir() if not path.name.startswith(OWN_PREFIX)]
+    def use_of(self, name: str) -> SharedMemoryUse:
+        """Measure the shared memory of a slot. Takes no longer, whatever a container does there."""
+        if self._shared is None:
+            return SharedMemoryUse(0, 0, 0)
+        nbytes = files = 0
+        pending = [(path, 1) for path in self._segments(self._shared / name)]
+        while pending and files + len(pending) <= _MOST_FILES:
+            path, depth = pending.pop()
+            files += 1 if depth < _DEEPEST else _MOST_FILES
+            with contextlib.suppress(OSError):  # gone meanwhile
+                status = path.lstat()
+                nbytes += max(status.st_size, status.st_blocks * _BLOCK_BYTES)
+                if stat.S_ISDIR(status.st_mode):
+                    pending += [(inner, depth + 1) for inner in _some(path)]
+        return SharedMemoryUse(nbytes, files + len(pending), self._limit_bytes)
+
+    def _segments(self, folder: Path) -> Sequence[Path]:
+        return [
+            path for path in _some(folder) if self._pool is None or path.name != self._pool.name
+        ]
 
     def _replace(self, folder: Path, mode: int) -> None:
         """Put a new folder in the place of one; the earlier one is emptied."""
@@ -194,6 +235,12 @@ class SlotFolders:
     def _withdraw(folder: Path) -> None:
         for path in folder.glob(f"{OWN_PREFIX}*"):
             path.unlink()
+
+
+def _some(folder: Path) -> Sequence[Path]:
+    """List a folder, up to one file more than is looked at."""
+    with os.scandir(folder) as entries:
+        return [Path(entry.path) for entry in islice(entries, _MOST_FILES + 2)]  # one is L1
 
 
 def _remove(path: Path) -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lmcache_nodeagent.clock import Now
     from lmcache_nodeagent.config import AgentConfig
     from lmcache_nodeagent.device_plugin.folders import SlotFolders
+    from lmcache_nodeagent.device_plugin.memory_watch import SharedMemoryWatch
     from lmcache_nodeagent.device_plugin.service import SlotService
     from lmcache_nodeagent.events import Publish
     from lmcache_nodeagent.liveness.slots import SlotBook
@@ -78,6 +79,7 @@ class DevicePlugin:
         book: SlotBook,
         folders: SlotFolders,
         service: SlotService,
+        memory: SharedMemoryWatch,
         targets: Sequence[InstanceLivenessTarget],
         is_ready: Callable[[], bool],
         changed: Callable[[], None],
@@ -92,6 +94,7 @@ class DevicePlugin:
         self._book = book
         self._folders = folders
         self._service = service
+        self._memory = memory
         self._targets = targets
         self._is_ready = is_ready
         self._changed = changed
@@ -119,6 +122,7 @@ class DevicePlugin:
                 self._list_at = min(self._list_at, self._listed_at + _LIST_SPACING_SECONDS)
             if self._now() >= self._list_at:
                 self._list()
+                self._memory.look()
             self._woken.wait(max(0.0, min(_LOOK_SECONDS, self._list_at - self._now())))
             self._woken.clear()
         self._service.set_healthy(healthy=False)

@@ -22,10 +22,19 @@ if TYPE_CHECKING:
 
 JOURNAL_LENGTH = 1024
 
-Kind = Literal["reaped", "would_reap", "cancelled", "false_reap", "stuck_release", "start_held"]
+Kind = Literal[
+    "reaped",
+    "would_reap",
+    "cancelled",
+    "false_reap",
+    "stuck_release",
+    "start_held",
+    "shared_memory_exceeded",
+]
 """`cancelled`: a hint or an end that a sign of life refuted. `false_reap`: a reaped instance that
 was heard again. `stuck_release`: memory that is not back in time. `start_held`: a container whose
-start waited for memory of what ran in its slot before."""
+start waited for memory of what ran in its slot before. `shared_memory_exceeded`: the container of
+a living one has more in its /dev/shm than it may."""
 
 
 @dataclass(frozen=True, slots=True)

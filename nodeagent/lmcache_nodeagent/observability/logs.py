@@ -43,6 +43,7 @@ _LEVELS: dict[type[Event], int] = {
     events.FalseReap: logging.WARNING,
     events.ReapingSettingsRefused: logging.ERROR,
     events.PodResourcesUnread: logging.WARNING,
+    events.SharedMemoryExceeded: logging.WARNING,
     events.OperatorLinkDown: logging.WARNING,
     events.OperatorLinkFailed: logging.DEBUG,
     events.StrangerRefused: logging.WARNING,

@@ -150,6 +150,11 @@ COUNTED: tuple[Counted, ...] = (
         buckets=RELEASE_BUCKETS,
     ),
     Counted(
+        "slot_shared_memory_exceeded_total",
+        "Runs of containers that had more in their shared memory than they may.",
+        events.SharedMemoryExceeded,
+    ),
+    Counted(
         "reaping_settings_changes_total",
         "Times that other reaping settings were put into force.",
         events.ReapingSettingsChanged,

@@ -30,12 +30,19 @@ MAX_MODEL_CHARACTERS = 256
 """Longer names are said cut: workers choose them, and they are only for people here."""
 
 EntryKind = Literal[
-    "reaped", "would_reap", "cancelled", "false_reap", "stuck_release", "start_held"
+    "reaped",
+    "would_reap",
+    "cancelled",
+    "false_reap",
+    "stuck_release",
+    "start_held",
+    "shared_memory_exceeded",
 ]
 """Kinds of journal entries. `cancelled`: a hint or an end that a sign of life refuted.
 `false_reap`: a reaped instance that was heard again. `stuck_release`: memory not back in time.
 `start_held`: the start of a container waited for memory of an earlier one in its slot; `reason` is
-`released` or `gave_up`, and the instance is the earlier one."""
+`released` or `gave_up`, and the instance is the earlier one. `shared_memory_exceeded`: the
+container of a living instance has more in its shared memory than it may."""
 
 
 class LinkError(Exception):

@@ -37,10 +37,10 @@ class DevicePlugin(Struct, frozen=True, kw_only=True, rename="camel", forbid_unk
         Meta(
             description="Most KV memory, as a quantity (64Gi), that a container with the resource "
             "may have in its /dev/shm, which is then one that only its agent shares: more of it is "
-            "refused when the engine registers. Nothing is taken in advance; what a worker writes "
-            "there counts as its own memory. The agents' cache then lies in the node's /dev/shm "
-            "too, which must have room for it: by default that is half of the node's memory. 0 "
-            "leaves /dev/shm alone in both."
+            "refused when the engine registers, and told by an Event later. Nothing is taken in "
+            "advance; what a worker writes there counts as its own memory. The agents' cache then "
+            "lies in the node's /dev/shm too, which must have room for it: by default that is half "
+            "of the node's memory. 0 leaves /dev/shm alone in both."
         ),
     ] = "64Gi"
     pre_start_wait_seconds: Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, assert_never
 
 from lmcache_nodeagent.operator_link.messages import EntryKind, JournalEntry
@@ -31,23 +32,20 @@ _STEP = 1024
 _TEN = 10
 
 
+_REASONS: Mapping[EntryKind, str] = {
+    "reaped": "WorkerReaped",
+    "would_reap": "WorkerWouldBeReaped",
+    "cancelled": "ReapCancelled",
+    "false_reap": "FalseReap",
+    "stuck_release": "ReleaseStuck",
+    "start_held": "ContainerStartHeld",
+    "shared_memory_exceeded": "SharedMemoryExceeded",
+}
+
+
 def reason_of(kind: EntryKind) -> str:
     """Return the `reason` of the Event, by which people filter."""
-    match kind:
-        case "reaped":
-            return "WorkerReaped"
-        case "would_reap":
-            return "WorkerWouldBeReaped"
-        case "cancelled":
-            return "ReapCancelled"
-        case "false_reap":
-            return "FalseReap"
-        case "stuck_release":
-            return "ReleaseStuck"
-        case "start_held":
-            return "ContainerStartHeld"
-        case _:
-            assert_never(kind)
+    return _REASONS[kind]
 
 
 def type_of(entry: JournalEntry) -> Literal["Normal", "Warning"]:
@@ -100,14 +98,20 @@ def _sentence(entry: JournalEntry, who: str, why: str) -> str:
                 f"{size} of dead {who} ({why}) does not come back: the release is stuck. See "
                 "spec.reaping.stuckRelease."
             )
-        case "start_held":
-            return _held_start(entry, who)
+        case "start_held" | "shared_memory_exceeded":
+            return _about_slot(entry, who)
         case _:
             assert_never(kind)
 
 
-def _held_start(entry: JournalEntry, who: str) -> str:
-    """Say why a container did not start at once; the instance is that of an earlier one."""
+def _about_slot(entry: JournalEntry, who: str) -> str:
+    """Say what a container has to do with its slot; of a start, `who` is of an earlier one."""
+    if entry.kind == "shared_memory_exceeded":
+        return (
+            f"The container of {who} has more shared memory than it may. It goes on, but cannot "
+            "register anew with that: make its KV memory smaller, or raise "
+            "spec.transport.devicePlugin.sharedMemory."
+        )
     pod = entry.slot_pod
     container = f" {pod.namespace}/{pod.name} ({pod.container})" if pod else ""
     began = f"The start of container{container} waited for memory of an earlier one, {who}"

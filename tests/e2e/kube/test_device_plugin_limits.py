@@ -22,6 +22,7 @@ _PRESTART_WAIT_SECONDS = 20.0  # by default
 _SLOW_SECONDS = 3.0
 _FILLERS = 4
 _TICK_SECONDS = 0.01
+_TAKE = ("python3", "-c", "open('/dev/shm/more', 'wb').truncate((64 << 30) + 1)")  # all holes
 _STARTS = 'lmcache_kube_container_starts_total{outcome="%s"}'
 
 
@@ -53,7 +54,7 @@ def test_a_start_waits_for_a_slow_release(world: LimitWorld) -> None:
         assert made_at >= closed_at - _TICK_SECONDS
         poll_until(lambda: world.metric(_STARTS % "released") == before + 1, 30, "it is counted")
         assert not its & world.mapped()
-        event = poll_until(partial(_held, world, pod.name), 60, "an Event")
+        event = poll_until(partial(_told_on, world, pod.name, "ContainerStartHeld"), 60, "an Event")
         print(f"{event['type']}: {event['message']}")
         assert event["type"] == "Normal"
 
@@ -73,7 +74,9 @@ def test_a_start_does_not_wait_for_ever(world: LimitWorld) -> None:
             poll_until(lambda: world.metric(_STARTS % "gave_up") == before + 1, 30, "it is counted")
             assert its <= world.mapped()
             assert second.instance_id in world.instances()
-            event = poll_until(partial(_held, world, pod.name), 60, "an Event")
+            event = poll_until(
+                partial(_told_on, world, pod.name, "ContainerStartHeld"), 60, "an Event"
+            )
             print(f"{event['type']}: {event['message']}")
             assert event["type"] == "Warning"
         poll_until(lambda: not its & world.mapped(), 60, "the memory is back")
@@ -100,6 +103,22 @@ def test_the_pod_after_the_last_slot_waits(world: LimitWorld) -> None:
             assert world.instances()[run.instance_id]["slot_pod"]["pod"] == pod.name
 
 
+def test_more_shared_memory_than_allowed_is_told_on_the_pod(world: LimitWorld) -> None:
+    """The agent finds out by itself; the worker goes on."""
+    with world.worker("greedy") as pod:
+        run = pod.started()
+        words = ("exec", "-n", world.workers.name, pod.name, "--", *_TAKE)
+        world.cluster.kubectl(*words)
+        began = time.monotonic()
+        find = partial(_told_on, world, pod.name, "SharedMemoryExceeded")
+        event = poll_until(find, 60, "an Event")
+        print(f"\n{time.monotonic() - began:.1f} s: {event['type']}: {event['message']}")
+        assert event["type"] == "Warning"
+        assert world.metric("lmcache_kube_slot_shared_memory_exceeded_total") == 1
+        assert run.instance_id in world.instances()
+        assert pod.last_end() == {}
+
+
 def _restarted(pod: WorkerPod, run: Run) -> tuple[Run, float]:
     """Kill a worker; return the next run, and when the kill was since the machine started.
 
@@ -113,9 +132,9 @@ def _restarted(pod: WorkerPod, run: Run) -> tuple[Run, float]:
         return pod.started(after=run.container_id), killed_at
 
 
-def _held(world: LimitWorld, name: str) -> dict[str, Any] | None:
-    """Return the Event on a pod that tells that a start was held."""
-    found = world.workers.events("ContainerStartHeld")
+def _told_on(world: LimitWorld, name: str, reason: str) -> dict[str, Any] | None:
+    """Return the Event on a pod for a reason, if there is one."""
+    found = world.workers.events(reason)
     told = [event for event in found if event["involvedObject"].get("name") == name]
     return next(iter(told), None)
 
