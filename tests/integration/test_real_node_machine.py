@@ -17,7 +17,7 @@ from threading import Thread
 import pytest
 
 from tests.cluster.programs import run_go
-from tests.e2e.kube import machine
+from tests.e2e.kube import machine, namespaces
 from tests.e2e.kube.__main__ import one_node_at_a_time
 from tests.e2e.kube.image import ImageFailed, fetched
 from tests.fakes.netns import needs_root
@@ -73,6 +73,23 @@ def test_root_without_a_power_cannot_host(capability: str, reason: str) -> None:
     if can_host()[0] == 0:  # else this machine lacks something else, and that comes first
         assert any(line.startswith(reason) for line in said), said
     poll_until(lambda: not list((_ROOT / "build").glob("node-probe-*")), 60, "nothing is left")
+
+
+@pytest.mark.parametrize(
+    "known", ["cpuset cpu io memory hugetlb pids rdma", "cpuset cpu memory pids"]
+)
+def test_a_node_s_control_groups_have_what_a_kubelet_looks_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, known: str
+) -> None:
+    """In version 2: of those that the machine has at all."""
+    (tmp_path / "cgroup.controllers").write_text(f"{known}\n")
+    (tmp_path / "cgroup.subtree_control").touch()
+    monkeypatch.setattr(namespaces, "_CGROUPS", tmp_path)
+    namespaces._make_cgroups("node")
+    enabled = (tmp_path / "cgroup.subtree_control").read_text()
+    assert ("+hugetlb" in enabled) is ("hugetlb" in known)
+    assert {"+cpu", "+cpuset", "+memory", "+pids"} <= set(enabled.split())
+    assert (tmp_path / "node").is_dir()
 
 
 # The gate

@@ -27,7 +27,9 @@ NODE_ADDRESS = "192.0.2.1"
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _UNIFIED = _CGROUPS / "unified"  # of no use beside version 1, but runc makes groups there too
-_UNIFIED_CONTROLLERS = "+cpu +cpuset +memory +pids"
+_UNIFIED_CONTROLLERS = {"cpu", "cpuset", "hugetlb", "memory", "pids"}
+"""A kubelet wants those of them in its groups that the machine has at all."""
+
 _CGROUP_SECONDS = 10.0
 
 # What kubelet and containerd write, wherever that is configured: bound over, so that the machine's
@@ -85,7 +87,9 @@ def _make_cgroups(name: str) -> None:
     _remove_cgroups(name)  # of a run that was killed
     for root in (parent / name for parent in _hierarchies()):
         if (root.parent / "cgroup.subtree_control").exists():
-            (root.parent / "cgroup.subtree_control").write_text(_UNIFIED_CONTROLLERS)
+            present = set((root.parent / "cgroup.controllers").read_text().split())
+            enabled = " ".join(f"+{name}" for name in sorted(_UNIFIED_CONTROLLERS & present))
+            (root.parent / "cgroup.subtree_control").write_text(enabled)
         root.mkdir(exist_ok=True)
         for file in ("cpuset.cpus", "cpuset.mems"):  # empty in a new group of version 1
             if (root / file).exists() and not (root / file).read_text().strip():

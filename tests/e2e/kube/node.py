@@ -186,9 +186,9 @@ _KUBELET: dict[str, Any] = {
     "containerRuntimeEndpoint": f"unix://{_CONTAINERD_SOCKET}",
     "enforceNodeAllocatable": [],
     "evictionHard": {
-        "imagefs.available": "1%",
+        "imagefs.available": "100Mi",
         "memory.available": "50Mi",
-        "nodefs.available": "1%",
+        "nodefs.available": "100Mi",
         "nodefs.inodesFree": "1%",
     },
     "failCgroupV1": False,

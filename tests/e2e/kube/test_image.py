@@ -10,7 +10,7 @@ from tests.e2e.kube.worker_pods import ServedNamespace
 
 BUILD_TOOLS = ("pip", "setuptools", "hatchling", "uv")
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 def facts(process_id: int) -> dict[str, str]:

@@ -25,8 +25,9 @@ from tests.polling import poll_until
 
 SERVER = "kv"
 ENGINE = "engine"
-START_SECONDS = 60.0
-SEEN_SECONDS = 60.0
+KUBELET_PROOFS = {"container_terminated", "pod_terminated"}
+START_SECONDS = 180.0
+SEEN_SECONDS = 120.0
 """How long a test waits for what should take a second or some; a busy machine needs it."""
 
 _ENGINE_FILE = Path(__file__).with_name("engine.py")
@@ -173,11 +174,16 @@ class ServedNamespace:
             self.cluster.kubectl("delete", "pod", name, "-n", self.name, *options)
 
     def agent_pod(self, server: str = SERVER) -> dict[str, Any]:
-        """Return the pod of the node's agent."""
+        """Wait for the one pod of the node's agent, beside one that is being deleted; return it."""
         labels = agent_labels(server).items()
         selector = ",".join(f"{name}={value}" for name, value in labels)
-        (pod,) = self.cluster.objects("pods", "-n", self.name, f"--selector={selector}")
-        return pod
+
+        def lasting() -> dict[str, Any] | None:
+            found = self.cluster.objects("pods", "-n", self.name, f"--selector={selector}")
+            pods = [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
+            return pods[0] if len(pods) == 1 else None
+
+        return poll_until(lasting, SEEN_SECONDS, "an agent's pod")
 
     def agent_process_id(self, server: str = SERVER) -> int:
         """Wait for a running agent; return its process, as the node sees it."""
