@@ -28,6 +28,7 @@ from lmcache_nodeagent.memory_limits import free_memory_bytes
 from lmcache_nodeagent.modules.absent_pings import AbsentPings
 from lmcache_nodeagent.modules.chunk_copies import ChunkCopies
 from lmcache_nodeagent.modules.engine_driven_transfer import EngineDrivenTransferModule
+from lmcache_nodeagent.modules.housekeeping import Housekeeping
 from lmcache_nodeagent.modules.instance_holder import HolderParts
 from lmcache_nodeagent.modules.kv_events import CAPABILITY, KvEventModule, TokenBindings, no_stream
 from lmcache_nodeagent.modules.layouts import LayoutRegistry
@@ -235,11 +236,6 @@ def assemble(env: Environment) -> Assembled:
     late.targets = transfers
     _limit_hits(lookup, transfers)
 
-    def housekeeping(moment: float) -> float:
-        lookup.expire(moment)
-        quarantine.sweep(moment)
-        return min(sessions.expiry_due_at, quarantine.sweep_due_at)
-
     reaper = Reaper(
         late.targets,
         ledger,
@@ -250,7 +246,7 @@ def assemble(env: Environment) -> Assembled:
         reaped_lately,
         publish,
         now,
-        housekeeping,
+        Housekeeping(lookup, sessions, quarantine, ledger, settings, publish),
     )
     late.reaper = reaper
     management = ManagementModule(

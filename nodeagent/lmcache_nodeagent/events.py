@@ -335,6 +335,15 @@ class MessagesTooSmall(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class LeasesDropped(Event):
+    """A client that had looked up is gone; what its look-ups kept can be evicted."""
+
+    peer: str
+    sessions: int
+    objects: int
+
+
+@dataclass(frozen=True, slots=True)
 class HitCutShort(Event):
     """A look-up was told of `hit_chunks` and no more: a worker of the model could not get them.
 

@@ -251,6 +251,23 @@ class SessionTable:
         _tell(listeners, 0)
         return expired
 
+    def closed_owners(self) -> frozenset[Owner]:
+        """Return the connections that are closed and whose look-ups are not settled."""
+        with self._lock:
+            owners = {s.owner for sessions in self._by_request.values() for s in sessions}
+        return frozenset(owner for owner in owners if not owner.is_open)
+
+    def drop(self, owner: Owner) -> Sequence[Pins]:
+        """Drop the sessions of somebody who is gone for good; return their pins."""
+        with self._lock:
+            everyone = [s for sessions in self._by_request.values() for s in sessions]
+            dropped = [session for session in everyone if session.owner is owner]
+            listeners = [listener for session in dropped for listener in _listeners_of(session)]
+            for session in dropped:
+                self._remove_locked(session)
+        _tell(listeners, 0)
+        return [_taken(session) for session in dropped]
+
     @property
     def expiry_due_at(self) -> float:
         """When to call `expire` again at the latest, if nothing shall outlive its time for long."""

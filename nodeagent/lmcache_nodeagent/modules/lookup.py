@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lmcache_nodeagent.clock import Now
     from lmcache_nodeagent.events import Publish
     from lmcache_nodeagent.hashing import ChunkHasher
+    from lmcache_nodeagent.liveness.evidence import Connection
     from lmcache_nodeagent.modules.calls import Call
     from lmcache_nodeagent.modules.layouts import LayoutRegistry
     from lmcache_nodeagent.protocol.messages import CacheKey
@@ -219,6 +220,16 @@ class LookupModule:
         """Give back the pins of sessions and leases that are too old. Threads: any."""
         for pins in self._sessions.expire(now):
             self._unpin(pins)
+
+    def drop(self, owner: Connection) -> tuple[int, int]:
+        """Give back what the look-ups of a client keep that is gone; sessions and objects of them.
+
+        Thread: reaper.
+        """
+        dropped = self._sessions.drop(owner)
+        for pins in dropped:
+            self._unpin(pins)
+        return len(dropped), sum(map(len, dropped))
 
     def _unpin(self, pins: Pins) -> None:
         for object_key, count in pins.items():

@@ -249,6 +249,12 @@ COUNTED: tuple[Counted, ...] = (
         "Releases of lookup locks that their request does not hold; nothing was freed.",
         events.UnheldRelease,
     ),
+    Counted(
+        "leases_dropped_total",
+        "Sessions that ended because the client that had looked up is gone.",
+        events.LeasesDropped,
+        amount="sessions",
+    ),
     Counted("lookups_total", "Lookups.", events.LookedUp),
     Counted(
         "lookups_cut_short_total",
