@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ PROMPT, CHUNKS, TOKENS, BLOCKS = 1, 2, 128, 8
 STORED, LOADED, SKIPPED, BLANK = 1, 24, 40, 56
 AT_ONCE_SECONDS = 8.0  # 2 are promised, and machines are busy; a client that waits waits for 20
 MODE = "engine_driven"
-POOL = "conformance"
+POOL = f"conformance-{os.getpid()}"
 REQUESTS = 80
 """More than a small L1 has room for."""
 

@@ -87,12 +87,12 @@ def attached(interpreter: str, region: Path) -> Iterator[subprocess.Popen[str]]:
 
 def test_the_next_start_after_sigkill_removes_the_left_over_and_serves() -> None:
     """The same name again: a fresh region, nothing of the old one; clean after the stop."""
-    with AgentProcess("--shm-name=again") as first:
+    with AgentProcess(f"--shm-name=again-{os.getpid()}") as first:
         region = region_of(first)
         old = region.stat().st_ino
         first.kill()
         assert region.exists()  # this is what is to be cleaned up
-    with AgentProcess("--shm-name=again") as second:
+    with AgentProcess(f"--shm-name=again-{os.getpid()}") as second:
         assert region_of(second) == region
         assert region.stat().st_ino != old
         serves(second)
@@ -112,12 +112,15 @@ def test_the_next_start_under_another_name_removes_it_as_well() -> None:
 
 def test_of_two_agents_on_a_node_only_the_dead_ones_memory_is_removed() -> None:
     """Killed beside a living one; the living one serves on through its own."""
-    with AgentProcess("--shm-name=lives") as living, AgentProcess("--shm-name=dies") as dying:
+    with (
+        AgentProcess(f"--shm-name=lives-{os.getpid()}") as living,
+        AgentProcess(f"--shm-name=dies-{os.getpid()}") as dying,
+    ):
         kept, left = region_of(living), region_of(dying)
         assert kept != left
         dying.kill()
         serves(living, 1)
-        with AgentProcess("--shm-name=third") as third:
+        with AgentProcess(f"--shm-name=third-{os.getpid()}") as third:
             assert not left.exists()
             assert kept.exists()
             serves(third, 2)
@@ -183,11 +186,11 @@ def test_a_reader_that_leaves_or_is_killed_takes_nothing_with_it(interpreter: st
 
 def test_a_reader_that_outlives_a_killed_agent_does_not_hold_up_the_next() -> None:
     """It keeps its mapping of the old memory; name and lock are free."""
-    with AgentProcess("--shm-name=mapped") as first:
+    with AgentProcess(f"--shm-name=mapped-{os.getpid()}") as first:
         region = region_of(first)
         with attached(sys.executable, region) as reader:
             first.kill()
-            with AgentProcess("--shm-name=mapped") as second:
+            with AgentProcess(f"--shm-name=mapped-{os.getpid()}") as second:
                 assert region_of(second) == region
                 serves(second)
             assert reader.poll() is None

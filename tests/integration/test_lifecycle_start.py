@@ -108,16 +108,16 @@ def test_an_http_port_in_use_is_a_clear_error() -> None:
 def test_a_name_of_a_living_agent_is_a_clear_error() -> None:
     """The region stays with its owner, which goes on serving from it."""
     with (
-        AgentProcess("--shm-name=taken") as first,
+        AgentProcess(f"--shm-name=taken-{os.getpid()}") as first,
         WorkerProcess(first.url, 3) as worker,
     ):
         worker.ask("register")
         assert worker.ask("store", 1) is True
-        code, errors = start_fails(*SMALL, "--shm-name=taken")
+        code, errors = start_fails(*SMALL, f"--shm-name=taken-{os.getpid()}")
         assert code == EXIT_USAGE
-        assert "'taken'" in errors
+        assert f"'taken-{os.getpid()}'" in errors
         assert "living agent" in errors
-        assert regions_of(first.pid) == [Path("/dev/shm/lmcache-kube.l1.taken")]
+        assert regions_of(first.pid) == [Path(f"/dev/shm/lmcache-kube.l1.taken-{os.getpid()}")]
         assert worker.ask("lookup", 1) == 2
         assert worker.ask("retrieve", 1) is True
 
