@@ -35,7 +35,7 @@ def can_host(*wrapper: str) -> tuple[int, list[str]]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=500,
     )
     assert not done.stderr
     return done.returncode, done.stdout.splitlines()

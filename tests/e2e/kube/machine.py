@@ -52,7 +52,7 @@ _NULL_DEVICE = os.makedev(1, 3)
 _GIB = 1 << 30
 _MEMORY_BYTES = 3 * _GIB  # containers, and four caches of 256 MiB in half of the memory
 _DISK_BYTES = 4 * _GIB  # images as archives, in buildah's store and unpacked
-_STEP_SECONDS = 30.0
+_STEP_SECONDS = 240.0  # of a second, on a busy machine too, unless something hangs
 
 # What kube-proxy and the plugin of the pods' network write: the matches and targets of their rules.
 _RULES = (
