@@ -138,7 +138,7 @@ class PickleWorker(_EngineWorker):
     def __init__(self, dealer: Dealer, model: Model, chunks: int) -> None:
         super().__init__(dealer, model, chunks)
         parts = [memoryview(chunk) for chunk in self._source]
-        self._pickled = write_tensors("bfloat16", self._shape, parts)
+        self._pickled = b"".join(write_tensors("bfloat16", self._shape, parts))
         self._reply = memoryview(b"")
 
     def _store(self, key: CacheKey) -> Asked:
@@ -152,7 +152,7 @@ class PickleWorker(_EngineWorker):
         return Asked(seconds + self._commit_seconds("commit_retrieve", key))
 
     def _loaded(self) -> _Bytes:
-        tensors = read_tensors(bytes(self._reply), self._chunks)
+        tensors = read_tensors(self._reply, self._chunks)
         return np.stack([np.frombuffer(tensor.data, np.uint8) for tensor in tensors])
 
 

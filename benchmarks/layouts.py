@@ -10,7 +10,11 @@ from benchmarks.models import BLOCK_TOKENS, Layer, Model
 from lmcache_worker.wire import EngineGroup
 
 CHUNKS = 4
+MANY_CHUNKS = 16
+"""Of chunks that are a few MiB."""
+
 _NB, _BS, _NH, _HS = 160, BLOCK_TOKENS, 8, 128
+_MANY_BLOCKS = 544
 _LAYERS = 32
 _MLA_LAYERS, _MLA_WIDTH, _INDEX_BYTES = 61, 576, 132
 
@@ -57,8 +61,8 @@ LAYOUTS: dict[str, tuple[str, Model]] = {
         "MLA, compressed: 4 slots for 16 tokens",
         Model(
             "compressed",
-            (Layer((_NB, 4, _MLA_WIDTH)),) * _MLA_LAYERS,
-            _NB,
+            (Layer((_MANY_BLOCKS, 4, _MLA_WIDTH)),) * _MLA_LAYERS,
+            _MANY_BLOCKS,
             groups=(EngineGroup(0, range(_MLA_LAYERS), _BS),),
         ),
     ),

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.dealer import Dealer, Frames
-from benchmarks.layouts import CHUNKS, LAYOUTS
+from benchmarks.layouts import CHUNKS, LAYOUTS, MANY_CHUNKS
 from benchmarks.models import BLOCK_TOKENS, BLOCKS_PER_CHUNK, LARGE, MEDIUM, SMALL, Model
 from benchmarks.results import Results, Row
 from benchmarks.turns import FORCE, Side
@@ -46,7 +46,10 @@ CASES = (
     Case("medium-scattered", "12 KiB per token, blocks scattered", MEDIUM, 32, scattered=True),
     Case("large", "128 KiB per token, 8 chunks", LARGE, 8),
     Case("scattered", "128 KiB per token, blocks scattered", LARGE, 8, scattered=True),
-    *(Case(suffix, title, model, CHUNKS) for suffix, (title, model) in LAYOUTS.items()),
+    *(
+        Case(suffix, title, model, MANY_CHUNKS if suffix == "compressed" else CHUNKS)
+        for suffix, (title, model) in LAYOUTS.items()
+    ),
 )
 
 _LEAST_BESIDE_MEMCPY = 2 << 20

@@ -14,11 +14,14 @@ from lmcache_nodeagent.app import App
 from lmcache_nodeagent.config_parsing import parse_config
 from lmcache_nodeagent.contexts.bus_errors import survive_bus_errors
 from lmcache_nodeagent.errors import AgentError, ConfigError
-from lmcache_nodeagent.freed_memory import return_large_blocks
 from lmcache_nodeagent.observability.logs import configure_logging
 
 if TYPE_CHECKING:
     from types import FrameType
+
+_SWITCH_SECONDS = 0.0005
+"""How long one thread's Python holds up another's: a ping beside a long look-up's. Python's own
+value is ten times as long."""
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -52,8 +55,8 @@ class _Signals:
 def main() -> int:
     """Run an agent; return the exit status: 0 after a stop, 2 for a bad configuration, else 1."""
     signals = _Signals()
-    return_large_blocks()
     survive_bus_errors()
+    sys.setswitchinterval(_SWITCH_SECONDS)
     if sys.stderr is None:  # closed by whoever started us
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  # open to the end
     try:

@@ -4,7 +4,7 @@ Threads, all made here:
 
 | thread | runs | woken by |
 |---|---|---|
-| `main` | `App.run`: starts everything, waits, stops everything | signal, a thread's death |
+| `main` | `App.run`: starts everything, waits, gives back freed memory, stops everything | signal, a thread's death, every 0.5 s |
 | `zmq-router` | `Router.run`: reads, stamps liveness, routes, replies; answers ping, noop, get_chunk_size and get_experimental itself; pyzmq's own thread lets go of large replies that are sent | socket, reply queue |
 | `sync` | `OrderedPool.work`: registrations, in order | its queue |
 | `normal-<n>` | `OrderedPool.work`: lookups, their status, locks, sessions, clear | bounded queue |
@@ -49,6 +49,7 @@ from lmcache_nodeagent.events import (
     InstanceReleased,
     InstanceUnregistered,
 )
+from lmcache_nodeagent.freed_memory import FreedMemory
 from lmcache_nodeagent.observability.bus import EventBus, Subscriber
 from lmcache_nodeagent.observability.http import HttpServer, listen
 from lmcache_nodeagent.observability.logs import LogSubscriber
@@ -207,9 +208,11 @@ class App:
 
     def _wait_for_stop(self) -> None:
         """Wait, with a bound: a signal that comes just before a wait begins does not end it."""
-        while True:
-            with contextlib.suppress(Empty):
-                return self._stop_requests.get(timeout=_SIGNAL_CHECK_SECONDS)
+        with FreedMemory.of_this_process() as freed:
+            while True:
+                freed.give_back()
+                with contextlib.suppress(Empty):
+                    return self._stop_requests.get(timeout=_SIGNAL_CHECK_SECONDS)
 
     def _stop_in_order(
         self,

@@ -111,7 +111,8 @@ class ChunkHasher:
         finally:
             if len(hashes) - len(known) >= _WORTH_REMEMBERING_CHUNKS:
                 new = _Remembered(tokens[: len(hashes) * chunk_bytes], hashes)
-                self._remembered = (new, *self._remembered[: _PROMPTS_REMEMBERED - 1])
+                others = [r for r in self._remembered if not tokens.startswith(r.tokens)]
+                self._remembered = (new, *others[: _PROMPTS_REMEMBERED - 1])
 
     def _longest_known(self, tokens: bytes) -> Sequence[bytes]:
         """Return the remembered hashes of the longest common prefix, in whole chunks."""

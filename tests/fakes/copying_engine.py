@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import msgspec
+
 from lmcache_nodeagent.ids import InstanceId
 from lmcache_nodeagent.liveness.evidence import Connection
 from lmcache_nodeagent.modules.calls import Call
 from lmcache_nodeagent.modules.engine_driven_entry import EngineDrivenContextEntry
 from lmcache_nodeagent.protocol.messages import (
     CacheKey,
+    EncodedReply,
     EngineDrivenRegistration,
     PoolSlot,
     PrepareRetrieveReply,
@@ -134,12 +137,17 @@ class CopyingEngine:
     @staticmethod
     def pickled(prompt: int, chunks: Sequence[int]) -> bytes:
         """The chunks as a payload."""
-        return write_tensors(DTYPE, SHAPE, [memoryview(content(prompt, chunk)) for chunk in chunks])
+        contents = [memoryview(content(prompt, chunk)) for chunk in chunks]
+        return b"".join(write_tensors(DTYPE, SHAPE, contents))
 
     def prepare_retrieve(self, **changes: object) -> PrepareRetrieveReply:
         """Ask where to read."""
         made = self.key(**changes)
-        return self.bench.engine_driven.prepare_retrieve(self.call(), made, self.instance_id)
+        reply = self.bench.engine_driven.prepare_retrieve(self.call(), made, self.instance_id)
+        if isinstance(reply, EncodedReply):
+            decoder = msgspec.msgpack.Decoder(PrepareRetrieveReply)
+            return decoder.decode(reply.document)
+        return reply
 
     def commit_retrieve(self, **changes: object) -> bool:
         """Say that it is read."""

@@ -116,7 +116,7 @@ def _stored_chunk(client: WorkerClient) -> None:
         )
     )
     shape = (2, LAYERS, CHUNK_TOKENS, HIDDEN)
-    chunk = write_tensors("float16", shape, [memoryview(bytes(CHUNK_BYTES))])
+    chunk = b"".join(write_tensors("float16", shape, [memoryview(bytes(CHUNK_BYTES))]))
     assert transfers.commit_store(_key(1), chunk)
 
 

@@ -293,7 +293,8 @@ class CacheMachine(RuleBasedStateMachine):
         """Store by message."""
         engine, request = self.copying[worker], f"send-{next(self.numbers)}"
         contents = self._fresh(COPYING_MODEL, place)
-        payload = write_tensors(DTYPE, CHUNK_SHAPE, [memoryview(content) for content in contents])
+        chunks = [memoryview(content) for content in contents]
+        payload = b"".join(write_tensors(DTYPE, CHUNK_SHAPE, chunks))
         assert [bytes(tensor.data) for tensor in read_tensors(payload, len(contents))] == contents
         self._note(COPYING_MODEL, place, contents)
         with suppress(LmcacheKubeError):

@@ -397,8 +397,8 @@ def test_what_is_sent_is_found_and_given_back() -> None:
         b"garbage",
         CopyingEngine.pickled(0, [0]),
         CopyingEngine.pickled(0, [0, 1, 2]),
-        write_tensors("bfloat16", SHAPE, [memoryview(bytes(CHUNK_BYTES))] * 2),
-        write_tensors(DTYPE, (2, 1, 4, CHUNK), [memoryview(bytes(CHUNK_BYTES))] * 2),
+        b"".join(write_tensors("bfloat16", SHAPE, [memoryview(bytes(CHUNK_BYTES))] * 2)),
+        b"".join(write_tensors(DTYPE, (2, 1, 4, CHUNK), [memoryview(bytes(CHUNK_BYTES))] * 2)),
     ],
     ids=["garbage", "too few", "too many", "dtype", "shape"],
 )

@@ -56,6 +56,19 @@ def decode_key(**changes: object) -> CacheKey:
     return key
 
 
+def test_bytes_are_read_where_they_are() -> None:
+    """The data of a store stay in the frame; whatever else comes as a view is copied out of it."""
+    data = bytes(range(256)) * 2
+    payload = [memoryview(frame) for frame in (*frames("commit_store")[:2], encode(data))]
+    key, instance_id, read = decode_payload(OPERATIONS["commit_store"], payload)
+    assert (key, instance_id) == decode_payload(OPERATIONS["commit_store"], [*map(bytes, payload)])[
+        :2
+    ]
+    assert isinstance(read, memoryview)
+    assert read.obj is payload[2].obj
+    assert read == data
+
+
 def test_fixture_covers_the_table() -> None:
     """Every operation has a well-formed example."""
     assert PAYLOADS.keys() == OPERATIONS.keys()

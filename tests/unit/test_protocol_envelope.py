@@ -12,6 +12,7 @@ from lmcache_nodeagent.protocol.codec import (
     is_uid,
     mismatched_operation,
 )
+from lmcache_nodeagent.protocol.messages import EncodedReply
 from lmcache_nodeagent.protocol.operations import OPERATIONS
 
 
@@ -69,6 +70,8 @@ def test_reply_none_has_no_frame() -> None:
     assert encode_reply(OPERATIONS["lookup"], None) is None
     assert encode_reply(OPERATIONS["query_prefetch_status"], None) is None
     assert encode_reply(OPERATIONS["query_prefetch_status"], 3) == b"\x03"
+    document = memoryview(b"encoded where its bytes were")
+    assert encode_reply(OPERATIONS["prepare_retrieve"], EncodedReply(document)) is document
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_what_is_written_is_read_back(dtype: str, count: int, seed: bytes) -> No
     )
     chunks = [memoryview((seed * nbytes)[at : at + nbytes]) for at in range(count)]
     chunks = [chunk if len(chunk) == nbytes else memoryview(bytes(nbytes)) for chunk in chunks]
-    written = write_tensors(dtype, shape, chunks)
+    written = b"".join(write_tensors(dtype, shape, chunks))
     assert len(written) <= count * (nbytes + FRAMING_BYTES) + FRAMING_BYTES
     read_back = read_tensors(written, count)
     assert [tensor.data for tensor in read_back] == chunks
@@ -281,6 +281,22 @@ def test_a_tensor_that_is_not_quite_one_is_refused(payload: bytes) -> None:
     """Offsets, shapes, strides and storages that do not fit each other or this machine."""
     with pytest.raises(MalformedRequest):
         read_tensors(payload, 1)
+
+
+@pytest.mark.parametrize("words", [1, 10])
+def test_a_storage_may_begin_in_other_words(words: int) -> None:
+    """Of another machine or release, also longer than what is remembered of the last one."""
+    told = b"".join(
+        b"X" + struct.pack("<I", 200) + b"%03d" % word + b"m" * 197 + b"K\x01"
+        for word in range(words)
+    )
+    machine = b"}(X\x0d\x00\x00\x00little_endian\x88" + told + b"u"
+    payload = entry(saved=storage(machine=machine))
+    for _ in range(2):
+        assert bytes(read_tensors(payload, 1)[0].data) == b"abcdef"
+        assert bytes(read_tensors(entry(), 1)[0].data) == b"abcdef"
+        with pytest.raises(MalformedRequest, match="version"):
+            read_tensors(entry(saved=storage(version=b"M\xea\x03", machine=machine)), 1)
 
 
 def test_values_are_read_as_python_would() -> None:

@@ -103,12 +103,14 @@ def test_a_fault_behind_a_known_prefix_is_refused_as_without_the_memory(broken: 
 
 
 def test_remembered_prompts_are_bounded() -> None:
-    """The oldest are forgotten."""
+    """The oldest are forgotten: by their tokens, and many short ones by their number."""
     memory = PromptMemory(PLAIN)
-    for seed in range(12):
-        tokens = prompt(seed * 31, 16)
-        memory.decode(key_frame(shortest(tokens), len(tokens)))
-    assert sum(len(kept.tokens) for kept in memory._prompts) <= 3 * 2**17
+    for pieces in (64, 2):
+        for seed in range(20):
+            tokens = prompt(seed * 31, pieces)
+            memory.decode(key_frame(shortest(tokens), len(tokens)))
+        assert sum(len(kept.tokens) for kept in memory._prompts) <= 3 * 2**17
+    assert len(memory._prompts) == 16
 
 
 @settings(max_examples=30, deadline=None)
@@ -121,6 +123,6 @@ def test_every_sequence_of_prompts_decodes_as_without_the_memory(
     for seed, pieces, changed in requests:
         tokens = prompt(seed, pieces)
         for position in range(changed):
-            tokens[-1 - position * 3000] ^= 1
+            tokens[-1 - position * PIECE_TOKENS * 3 // 4] ^= 1
         frame = key_frame(shortest(tokens), len(tokens))
         assert memory.decode(frame) == PLAIN(frame)

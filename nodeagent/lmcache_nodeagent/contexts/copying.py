@@ -48,9 +48,9 @@ class GroupCopier:
     ) -> None:
         """Fill this group's region of each object with its chunk."""
         group = self._group
-        padding = bytes(group.nbytes - group.kept_nbytes)  # in place of stale bytes
-        for data in objects if padding else ():
-            data.cast("B")[group.offset + group.kept_nbytes : group.offset + group.nbytes] = padding
+        for data in objects if group.nbytes > group.kept_nbytes else ():
+            padding = slice(group.offset + group.kept_nbytes, group.offset + group.nbytes)
+            np.frombuffer(data, np.uint8)[padding] = 0  # in place of stale bytes
         firsts = _first_blocks(table)
         rows = [table * self._block_step + plane * self._plane_step for plane in self._planes]
         for chunk, region in zip(chunks, self._regions(objects), strict=True):

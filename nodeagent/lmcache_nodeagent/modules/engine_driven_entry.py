@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lmcache_nodeagent.modules.pending_transfers import Transfer
     from lmcache_nodeagent.modules.slot_quarantine import SlotQuarantine
     from lmcache_nodeagent.protocol.messages import (
+        EncodedReply,
         EngineDrivenRegistration,
         PrepareRetrieveReply,
         SlotContext,
@@ -75,7 +76,7 @@ class TransferStrategy(Protocol):
 
     def prepare_retrieve(
         self, entry: EngineDrivenContextEntry, transfer: Transfer
-    ) -> PrepareRetrieveReply:
+    ) -> PrepareRetrieveReply | EncodedReply:
         """Say where the chunks are, or give their bytes: all of them or none."""
         ...
 

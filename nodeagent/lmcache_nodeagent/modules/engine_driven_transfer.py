@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lmcache_nodeagent.modules.slot_quarantine import SlotQuarantine
     from lmcache_nodeagent.protocol.messages import (
         CacheKey,
+        EncodedReply,
         EngineDrivenRegistration,
         PrepareRetrieveReply,
     )
@@ -202,7 +203,9 @@ class EngineDrivenTransferModule(InstanceHolder[EngineDrivenContextEntry]):
             peer = call.connection.peer.text
             self._parts.publish(RequestRefused("commit_store", TooLarge.code, peer, reason))
 
-    def commit_store(self, call: Call, key: CacheKey, instance_id: InstanceId, data: bytes) -> bool:
+    def commit_store(
+        self, call: Call, key: CacheKey, instance_id: InstanceId, data: bytes | memoryview
+    ) -> bool:
         """Make stored chunks visible. Thread: transfer-<n>.
 
         Returns:
@@ -238,7 +241,7 @@ class EngineDrivenTransferModule(InstanceHolder[EngineDrivenContextEntry]):
 
     def prepare_retrieve(
         self, call: Call, key: CacheKey, instance_id: InstanceId
-    ) -> PrepareRetrieveReply:
+    ) -> PrepareRetrieveReply | EncodedReply:
         """Say where the chunks of [start, end) are, or give their bytes. Thread: transfer-<n>.
 
         Consumes one pin per chunk of the request's own lookup, whatever the outcome.

@@ -132,9 +132,21 @@ class LookupModule:
     def _hashes_up_to_a_miss(
         self, key: CacheKey, identities: Sequence[int], most: int | None
     ) -> list[bytes]:
-        """Hash the prompt as far as the first rank has it, in any layout: no hit is longer."""
+        """Hash the prompt as far as the first rank has it, in any layout: no hit is longer.
+
+        The beginning alone comes first: a new prompt's other tokens need not even be packed.
+        """
+        chunk_tokens = self._hasher.chunk_tokens
+        end = key.end if most is None else min(key.end, most * chunk_tokens)
+        beginning = min(end, _HASH_BATCH * chunk_tokens)
+        hashes = self._hashes_within(key, identities, beginning)
+        if end > beginning == len(hashes) * chunk_tokens:
+            hashes = self._hashes_within(key, identities, end)
+        return hashes
+
+    def _hashes_within(self, key: CacheKey, identities: Sequence[int], end: int) -> list[bytes]:
         hashes: list[bytes] = []
-        chain = islice(self._hasher.chain(key.token_ids, key.end), most)
+        chain = self._hasher.chain(key.token_ids, end)
         while batch := list(islice(chain, _HASH_BATCH)):
             rows = (object_keys(key, batch, 0, identity) for identity in identities)
             present = max(map(self._present, rows))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lmcache_nodeagent.contexts.plain_copies import copy_bytes, joined
 from lmcache_nodeagent.errors import MalformedRequest, TooLarge
 from lmcache_nodeagent.modules.engine_driven_facts import retrieved, stored
-from lmcache_nodeagent.protocol.messages import PrepareRetrieveReply, SlotContext
+from lmcache_nodeagent.protocol.messages import EncodedReply, PrepareRetrieveReply, SlotContext
 from lmcache_nodeagent.protocol.pickled_tensors import (
     FRAMING_BYTES,
     read_tensors,
+    reply_with,
     write_tensors,
 )
 
@@ -44,7 +46,7 @@ class PickledTransfer:
         return SlotContext()
 
     def commit_store(
-        self, entry: EngineDrivenContextEntry, transfer: Transfer, data: bytes
+        self, entry: EngineDrivenContextEntry, transfer: Transfer, data: bytes | memoryview
     ) -> bool:
         """Admit the chunks that L1 lacks, from one pickled tensor for each chunk.
 
@@ -61,7 +63,7 @@ class PickledTransfer:
         if reservation is not None:
             try:
                 for key, slot in reservation.slots.items():
-                    slot[:] = chunks[key]
+                    copy_bytes(slot, chunks[key])
             except BaseException:
                 self._store.abort(reservation)
                 raise
@@ -72,7 +74,7 @@ class PickledTransfer:
 
     def prepare_retrieve(
         self, entry: EngineDrivenContextEntry, transfer: Transfer
-    ) -> PrepareRetrieveReply:
+    ) -> PrepareRetrieveReply | EncodedReply:
         """Give the bytes of all chunks.
 
         Raises:
@@ -86,13 +88,12 @@ class PickledTransfer:
                 f" at most {self.max_message_bytes} bytes; raise --max-message-bytes or set"
                 " --shm-name"
             )
-        data = self._pickled(entry, transfer)
-        self._publish(retrieved(entry, transfer, self._now() - started, ok=data is not None))
-        if data is None:
-            return _NOT_THERE
-        return PrepareRetrieveReply(success=True, data=data, context=SlotContext())
+        document = self._reply(entry, transfer)
+        self._publish(retrieved(entry, transfer, self._now() - started, ok=document is not None))
+        return _NOT_THERE if document is None else EncodedReply(document)
 
-    def _pickled(self, entry: EngineDrivenContextEntry, transfer: Transfer) -> bytes | None:
+    def _reply(self, entry: EngineDrivenContextEntry, transfer: Transfer) -> memoryview | None:
+        """Copy the chunks out, once, into the document that is sent."""
         keys = transfer.keys
         if not self._store.pin(keys):
             return None
@@ -101,13 +102,13 @@ class PickledTransfer:
             if len(chunks) < len(keys):
                 return None  # dropped by a forced clear between the two looks
             self._store.touch(keys)
-            return write_tensors(entry.form.dtype, entry.form.shape, chunks)
+            return joined(reply_with(write_tensors(entry.form.dtype, entry.form.shape, chunks)))
         finally:
             for key in keys:
                 self._store.unpin(key)
 
 
-def _chunks(form: ChunkForm, data: bytes, count: int) -> list[memoryview]:
+def _chunks(form: ChunkForm, data: bytes | memoryview, count: int) -> list[memoryview]:
     tensors = read_tensors(data, count)
     for tensor in tensors:
         if (tensor.dtype, tensor.shape) != (form.dtype, form.shape):

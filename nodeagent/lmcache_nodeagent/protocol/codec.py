@@ -19,6 +19,7 @@ from lmcache_nodeagent.protocol.fields import TENSORS, PayloadField
 from lmcache_nodeagent.protocol.limits import LIMITS
 from lmcache_nodeagent.protocol.messages import (
     CacheKey,
+    EncodedReply,
     EngineDrivenRegistration,
     InstanceNumber,
     TensorDescriptor,
@@ -47,7 +48,7 @@ class _InstanceOnly(msgspec.Struct):
 
 _integer = Decoder(int)
 _operation = Decoder(int | str)
-_data = Decoder(bytes)
+_data = Decoder(memoryview)
 _flag = Decoder(bool | Literal[0, 1])
 _instance_only = Decoder(_InstanceOnly)
 _tensors = Decoder(Annotated[list[Ext], msgspec.Meta(max_length=LIMITS.max_tensors)])
@@ -59,7 +60,7 @@ _decoders: Mapping[int, Decoder[object]] = {
     id(field.type): Decoder(cast("type[object]", field.type))
     for operation in OPERATIONS.values()
     for field in operation.payload
-    if field.type is not TENSORS
+    if field.type not in (TENSORS, memoryview)
 }
 
 
@@ -149,13 +150,17 @@ def decode_payload(operation: Operation, frames: Sequence[Frame]) -> tuple[objec
     return tuple(_decode_field(operation, field, frame) for field, frame in pairs)
 
 
-def encode_reply(operation: Operation, value: object) -> bytes | None:
+def encode_reply(operation: Operation, value: object) -> Frame | None:
     """Encode a reply document; None stands for a reply without a payload frame.
+
+    One that is encoded already stays as it is.
 
     Raises:
         AgentError: The value is not what the operation answers. Stock clients must not see it:
             they cannot decode it either.
     """
+    if isinstance(value, EncodedReply):
+        return value.document
     if type(value) is operation.reply:  # a plain bool, int or str needs no look inside
         return None if value is None else msgspec.msgpack.encode(value)
     try:
@@ -192,8 +197,8 @@ def _decode_field(
     operation: Operation, field: PayloadField, frame: Frame, *, only_instance: bool = False
 ) -> object:
     try:
-        if field.type is bytes:
-            return _data.decode(frame)  # the one copy that is made of it
+        if field.type is memoryview:
+            return _data.decode(frame)  # a view of the frame: nothing is copied
         frame = bytes(frame)
         if field.type is TENSORS:
             return _decode_tensors(frame)

@@ -7,6 +7,7 @@ when a document is decoded; a Struct built in code is only checked by its `__pos
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -206,6 +207,13 @@ class PrepareStoreReply(Struct, frozen=True):
     """Answer to prepare_store; a context without slots makes the worker send its bytes."""
 
     context: SlotContext
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedReply:
+    """A reply's document, made where its bytes may be read, and sent without another copy."""
+
+    document: memoryview
 
 
 class PrepareRetrieveReply(Struct, frozen=True):

@@ -192,7 +192,7 @@ _TABLE = (
     Operation(
         "commit_store",
         17,
-        (KEY, INSTANCE, PayloadField("data", bytes, LIMITS.max_data_bytes + _BYTES_HEADER)),
+        (KEY, INSTANCE, PayloadField("data", memoryview, LIMITS.max_data_bytes + _BYTES_HEADER)),
         bool,
         Pool.AFFINITY,
         life_sign=True,

@@ -76,6 +76,7 @@ class _Machine:
 
     def __init__(self, data: memoryview, offset: int) -> None:
         self._data = data
+        self._size = len(data)
         self.offset = offset
         self._stack: list[object] = []
         self._below: list[list[object]] = []  # stacks under the marks
@@ -88,7 +89,11 @@ class _Machine:
         return value
 
     def byte(self) -> int:
-        return self._take(1)[0]
+        offset = self.offset
+        if offset == self._size:
+            raise _cut_short(1, offset, self._size)
+        self.offset = offset + 1
+        return self._data[offset]
 
     def skip(self, count: int) -> None:
         self._take(count)
@@ -177,14 +182,11 @@ class _Machine:
         return values
 
     def _take(self, count: int) -> memoryview:
-        end = self.offset + count
-        if end > len(self._data):
-            raise MalformedRequest(
-                f"a pickle that is cut short: {count} bytes at byte {self.offset} of"
-                f" {len(self._data)}"
-            )
-        taken, self.offset = self._data[self.offset : end], end
-        return taken
+        begin, end = self.offset, self.offset + count
+        if end > self._size:
+            raise _cut_short(count, begin, self._size)
+        self.offset = end
+        return self._data[begin:end]
 
     def _integer(self, size: int, *, signed: bool = False) -> int:
         return int.from_bytes(self._take(size), "little", signed=signed)
@@ -198,17 +200,25 @@ class _Machine:
         return _text(line)
 
     def _pop(self) -> object:
-        value = self._top_as(object)
-        self._stack.pop()
-        return value
+        if not self._stack:
+            raise _nothing_to_take()
+        return self._stack.pop()
 
     def _pop_as(self, kind: type[T]) -> T:
         return _as(kind, self._pop())
 
     def _top_as(self, kind: type[T]) -> T:
         if not self._stack:
-            raise MalformedRequest("a pickle that takes from an empty stack")
+            raise _nothing_to_take()
         return _as(kind, self._stack[-1])
+
+
+def _cut_short(count: int, offset: int, size: int) -> MalformedRequest:
+    return MalformedRequest(f"a pickle that is cut short: {count} bytes at byte {offset} of {size}")
+
+
+def _nothing_to_take() -> MalformedRequest:
+    return MalformedRequest("a pickle that takes from an empty stack")
 
 
 def _as(kind: type[T], value: object) -> T:

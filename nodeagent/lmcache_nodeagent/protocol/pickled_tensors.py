@@ -17,9 +17,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeGuard
 
+import msgspec
+
 from lmcache_nodeagent.errors import MalformedRequest
 from lmcache_nodeagent.protocol.descriptors import DTYPE_BYTES
 from lmcache_nodeagent.protocol.limits import LIMITS
+from lmcache_nodeagent.protocol.messages import PrepareRetrieveReply, SlotContext
 from lmcache_nodeagent.protocol.pickle_machine import Called, Name, Persistent, read_pickle
 
 _INSTRUCTIONS = 64
@@ -60,7 +63,16 @@ _BEFORE_STORAGE = (
     b"X\x0a\x00\x00\x00type_sizes}(X\x05\x00\x00\x00shortK\x02X\x03\x00\x00\x00intK\x04"
     b"X\x04\x00\x00\x00longK\x04uu."
 )
+_LONGEST_OPENING = 1024
+"""Bytes; stock ones have 137."""
+
 _AFTER_STORAGE = b"\x80\x02]X\x01\x00\x00\x000a."
+
+
+_BEFORE_DATA, _AFTER_DATA = (
+    msgspec.msgpack.encode(PrepareRetrieveReply(success=True, data=b"", context=SlotContext()))
+).split(b"\xc4\x00")
+"""Of a reply; what it is split at stands for empty bytes (bin 8 of the msgpack specification)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +92,46 @@ class _Storage:
     data: memoryview
 
 
-def read_tensors(payload: bytes, count: int) -> list[PickledTensor]:
+class _Openings:
+    """Reads what a saved storage begins with: magic number, version, machine. Threads: any.
+
+    PyTorch begins each storage with the same bytes, which take a third of all instructions: of the
+    last ones that were right only those are kept that make it known.
+    """
+
+    def __init__(self) -> None:
+        self._right = _BEFORE_STORAGE  # replaced as a whole
+
+    def end(self, saved: memoryview) -> int:
+        """Return where the opening ends.
+
+        Raises:
+            MalformedRequest: It is not that of PyTorch's legacy format, of a machine like ours.
+        """
+        right = self._right
+        if saved[: len(right)] == right:
+            return len(right)
+        values: list[object] = []
+        offset = 0
+        for _ in range(3):
+            value, offset = read_pickle(saved, offset, _INSTRUCTIONS)
+            values.append(value)
+        match values:
+            case [int(magic), int(version), {"little_endian": True}]:
+                pass
+            case _:
+                raise MalformedRequest("a pickled storage that does not begin as PyTorch's do")
+        if (magic, version) != (_MAGIC, _SAVE_VERSION):
+            raise MalformedRequest("a pickled storage of another version")
+        if offset <= _LONGEST_OPENING:
+            self._right = bytes(saved[:offset])
+        return offset
+
+
+_openings = _Openings()
+
+
+def read_tensors(payload: bytes | memoryview, count: int) -> list[PickledTensor]:
     """Read a payload that must have `count` tensors.
 
     Raises:
@@ -141,24 +192,18 @@ def _storage(call: Called) -> _Storage:
 
 
 def _saved_storage(saved: memoryview) -> _Storage:
-    values: list[object] = []
-    offset = 0
-    for _ in range(5):  # magic number, version, machine, storage, keys
-        value, offset = read_pickle(saved, offset, _INSTRUCTIONS)
-        values.append(value)
-    match values:
-        case [
-            int(magic),
-            int(version),
-            {"little_endian": True},
+    stored, offset = read_pickle(saved, _openings.end(saved), _INSTRUCTIONS)
+    keys, offset = read_pickle(saved, offset, _INSTRUCTIONS)
+    match stored, keys:
+        case (
             Persistent(("storage", Name(module, kind), str(key), "cpu", int(elements), None)),
             [str(listed)],
-        ]:
+        ):
             pass
         case _:
             raise MalformedRequest("a pickled storage of another form than PyTorch's legacy one")
-    if (magic, version, key) != (_MAGIC, _SAVE_VERSION, listed):
-        raise MalformedRequest("a pickled storage of another version, or with another key")
+    if key != listed:
+        raise MalformedRequest("a pickled storage with another key")
     dtype = _TYPED_STORAGES.get(kind) if module == "torch" else None
     if dtype is None:
         raise MalformedRequest("a pickled storage of a class that is no typed storage")
@@ -170,16 +215,27 @@ def _saved_storage(saved: memoryview) -> _Storage:
     return _Storage(dtype, data)
 
 
-def write_tensors(dtype: str, shape: Sequence[int], chunks: Sequence[memoryview]) -> bytes:
+def write_tensors(
+    dtype: str, shape: Sequence[int], chunks: Sequence[memoryview]
+) -> list[bytes | memoryview]:
     """Write a list of contiguous tensors of one shape, in the form that stock workers read.
 
     `dtype` is one of `PICKLED_DTYPES`, and each chunk has as many bytes as the shape wants.
+
+    Returns:
+        The parts that make up the payload, the chunks themselves among them.
     """
     parts: list[bytes | memoryview] = [b"\x80\x04]("]
     for chunk in chunks:
         parts += _written_tensor(dtype, shape, chunk)
     parts.append(b"e.")
-    return b"".join(parts)
+    return parts
+
+
+def reply_with(pickled: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
+    """Return the parts of the document that answers prepare_retrieve with a payload."""
+    nbytes = sum(map(len, pickled))
+    return [_BEFORE_DATA + b"\xc6" + struct.pack(">I", nbytes), *pickled, _AFTER_DATA]
 
 
 def _written_tensor(

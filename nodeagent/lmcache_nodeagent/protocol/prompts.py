@@ -16,14 +16,17 @@ import msgspec
 from lmcache_nodeagent.protocol.limits import LIMITS
 from lmcache_nodeagent.protocol.messages import CacheKey
 
-LONG_KEY_BYTES = 32 * 2**10
+LONG_KEY_BYTES = 4 * 2**10
 """Shorter keys are decoded faster than they are compared."""
 
-PIECE_TOKENS = 4096
+PIECE_TOKENS = 1024
 """Prompts are compared in pieces of this many tokens."""
 
 _REMEMBERED_TOKENS = 3 * 2**17
 """All remembered prompts together: some 50 bytes for each token."""
+
+_REMEMBERED_PROMPTS = 16
+"""Each is looked at for every key, and many open alike: with one system prompt."""
 
 _OPENING_BYTES = 2**10
 
@@ -122,7 +125,7 @@ class PromptMemory:
     def _remember(self, frame: bytes, array: _TokenArray, tokens: list[int]) -> None:
         kept = [_Prompt(frame, array, tokens)]
         room = _REMEMBERED_TOKENS - len(tokens)
-        for prompt in self._prompts:
+        for prompt in self._prompts[: _REMEMBERED_PROMPTS - 1]:
             room -= len(prompt.tokens)
             if room < 0:
                 break

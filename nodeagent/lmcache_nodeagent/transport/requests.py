@@ -34,7 +34,7 @@ class Reply:
     operation_name: str
     uid: bytes
     operation_frame: bytes
-    document: bytes | None
+    document: Frame | None
     hold: Hold | None = None
 
 
@@ -109,7 +109,7 @@ class Request:
             return
         self._reply(self.operation_frame, document, hold)
 
-    def _take(self, document: bytes | None) -> Hold | None:
+    def _take(self, document: Frame | None) -> Hold | None:
         """Take up a document's bytes.
 
         Raises:
@@ -159,7 +159,7 @@ class Request:
         return self._reply(mismatched_operation(reason), None)
 
     def _reply(
-        self, operation_frame: bytes, document: bytes | None, hold: Hold | None = None
+        self, operation_frame: bytes, document: Frame | None, hold: Hold | None = None
     ) -> bool:
         with self._lock:
             late, self._answered = self._answered, True
@@ -169,6 +169,6 @@ class Request:
             hold.give_back()
         return not late
 
-    def _hand_over(self, operation_frame: bytes, document: bytes | None, hold: Hold | None) -> None:
+    def _hand_over(self, operation_frame: bytes, document: Frame | None, hold: Hold | None) -> None:
         name = self.operation.name
         self._send(Reply(self.connection, name, self.uid, operation_frame, document, hold))
