@@ -289,6 +289,14 @@ class MalformedMessage(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class ConnectionTurnedAway(Event):
+    """A connection was ended as it came. `reason`: peer (it has half of all), or all are in use."""
+
+    reason: str
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
 class ReplyDropped(Event):
     """A reply could not be delivered. `reason`: peer_gone or peer_not_reading."""
 

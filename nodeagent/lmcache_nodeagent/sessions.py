@@ -14,6 +14,8 @@ from threading import Lock
 from typing import Protocol
 
 from lmcache_nodeagent.clock import Now, monotonic
+from lmcache_nodeagent.errors import Overloaded
+from lmcache_nodeagent.shares import Shares
 
 Pins = Mapping[Hashable, int]
 """How many pins each object has; what a method returns is the caller's to unpin."""
@@ -22,6 +24,12 @@ NO_PINS: Pins = {}
 
 Listener = Callable[[int], None]
 """Gets a lookup's hit in chunks, once."""
+
+MAX_SESSIONS = 65_536
+"""Some 600 bytes each, and each is looked at every second. One peer gets half."""
+
+MAX_PINNED_OBJECTS = 1 << 22
+"""Of all sessions together; some 200 bytes each, whatever they pin. One peer gets half."""
 
 _EXPIRY_SCAN_SECONDS = 1.0
 
@@ -56,6 +64,7 @@ class Session:
     pins_expire_at: float
     running: bool = False
     ended: bool = False
+    charged: int = 0  # objects that it had pinned, until all it has left is taken
     listeners: list[Listener] = field(default_factory=list)
 
     @property
@@ -93,7 +102,8 @@ class SessionTable:
         self._pin_ttl_seconds = pin_ttl_seconds
         self._lock = Lock()  # guards: everything below
         self._by_request: dict[str, list[Session]] = {}
-        self._count = 0
+        self._sessions = Shares(MAX_SESSIONS)
+        self._pinned = Shares(MAX_PINNED_OBJECTS)
         self._next_expiry_scan = 0.0
         self._expiry_due_at = 0.0
 
@@ -106,7 +116,11 @@ class SessionTable:
         return replaced
 
     def begin(self, owner: Owner, peer: str, request_id: str, now: float) -> tuple[Session, Pins]:
-        """Begin a session whose lookup runs; return it, and the pins of one that it replaces."""
+        """Begin a session whose lookup runs; return it, and the pins of one that it replaces.
+
+        Raises:
+            Overloaded: there are too many, in all or of this peer.
+        """
         session = Session(
             owner=owner,
             peer=peer,
@@ -119,16 +133,22 @@ class SessionTable:
             running=True,
         )
         with self._lock:
-            sessions = self._by_request.setdefault(request_id, [])
+            sessions = self._by_request.get(request_id, ())
             replaced = next((s for s in sessions if s.owner is owner and not s.ended), None)
             if replaced is not None:
                 self._remove_locked(replaced)
-                sessions = self._by_request.setdefault(request_id, [])
-            sessions.append(session)
-            self._count += 1
+            elif not self._sessions.has_room(peer, 1):
+                raise Overloaded(f"lookup: open requests: {self._sessions.words(peer)}")
+            self._by_request.setdefault(request_id, []).append(session)
+            self._sessions.add(peer, 1)
             listeners = _listeners_of(replaced)
         _tell(listeners, 0)
         return session, _taken(replaced)
+
+    def has_room_for(self, peer: str, objects: int) -> bool:
+        """Tell whether a session of this peer may pin so many more objects."""
+        with self._lock:
+            return self._pinned.has_room(peer, objects)
 
     def finish(self, session: Session, hit_chunks: int, pins: Pins) -> Pins:
         """Note a lookup's result; return the pins if nobody will use them any more.
@@ -143,6 +163,7 @@ class SessionTable:
             listeners = _listeners_of(session)
             session.hit_chunks = None if listeners else hit_chunks
             session.pins = dict(pins)
+            self._charge_locked(session, len(pins))
         _tell(listeners, hit_chunks)
         return NO_PINS
 
@@ -246,6 +267,7 @@ class SessionTable:
                     listeners += _listeners_of(session)
                 elif session.pins_expire_at > now:
                     continue
+                self._charge_locked(session, 0)
                 expired.append(_taken(session))
             self._expiry_due_at = self._next_expiry_locked(now)
         _tell(listeners, 0)
@@ -306,7 +328,7 @@ class SessionTable:
     def __len__(self) -> int:
         """Count the sessions that have not been settled."""
         with self._lock:
-            return self._count
+            return self._sessions.in_all
 
     def _used_locked(self, session: Session) -> None:
         assert self._lock.locked()
@@ -331,9 +353,16 @@ class SessionTable:
         if session not in sessions:
             return
         sessions.remove(session)
-        self._count -= 1
+        self._sessions.add(session.peer, -1)
+        self._charge_locked(session, 0)
         if not sessions:
             del self._by_request[session.request_id]
+
+    def _charge_locked(self, session: Session, objects: int) -> None:
+        """Note how many objects a session has pinned."""
+        assert self._lock.locked()
+        self._pinned.add(session.peer, objects - session.charged)
+        session.charged = objects
 
 
 def _taken(session: Session | None) -> Pins:

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 import zmq
 
-from lmcache_nodeagent.events import Event, MalformedMessage
+from lmcache_nodeagent.events import ConnectionTurnedAway, Event, MalformedMessage
 from lmcache_nodeagent.ids import InstanceId, RoutingId
 from lmcache_nodeagent.liveness.evidence import CloseKind, Connection, ConnectionLedger
 from lmcache_nodeagent.transport.connections import ConnectionTable
@@ -252,15 +252,22 @@ def test_processes_that_come_and_go_at_a_unix_socket_hold_no_descriptors(scene: 
 
 def test_one_connection_too_many_is_turned_away(scene: Scene) -> None:
     """Without a descriptor left libzmq would end the process at its Unix socket."""
-    scene.table._max_links = 1
+    scene.table._callers.max_links = 1
     pairs = [socket.socketpair() for _ in range(2)]
     try:
         for ours, _ in pairs:
             scene.happens(Accepted(ours.fileno()))
+        assert scene.table.has_suspects, "it is looked after soon"
+        scene.table.tidy(all_read=False)
         assert pairs[1][1].recv(1) == b""
         pairs[0][1].settimeout(0)
         with pytest.raises(BlockingIOError):
             pairs[0][1].recv(1)
+        scene.happens(Disconnected(pairs[1][0].fileno(), handshake_failed=False))
+        scene.table.tidy(all_read=True)
+        (said,) = scene.published
+        assert isinstance(said, ConnectionTurnedAway), "and nothing about a malformed message"
+        assert said.reason == "all"
     finally:
         for pair in pairs:
             for end in pair:

@@ -8,7 +8,8 @@ from unittest.mock import patch
 import msgspec
 import pytest
 
-from lmcache_nodeagent.errors import MalformedRequest
+from lmcache_nodeagent import sessions
+from lmcache_nodeagent.errors import MalformedRequest, Overloaded
 from lmcache_nodeagent.events import LookedUp, UnheldRelease
 from lmcache_nodeagent.modules.calls import Call, Pending
 from lmcache_nodeagent.modules.lookup import MAX_READERS
@@ -350,3 +351,20 @@ def test_every_operation_of_the_module_is_served() -> None:
         "free_lookup_locks",
         "end_session",
     }
+
+
+def test_what_a_peer_may_not_pin_is_no_hit() -> None:
+    """It is told so, and nothing stays pinned; the status says 0, so that the engine computes."""
+    with patch.object(sessions, "MAX_PINNED_OBJECTS", 8):
+        bench = ModuleBench()
+    engine = Engine(bench)
+    engine.store(end=4)
+    assert engine.lookup(end=4) == 4
+    with pytest.raises(Overloaded, match="1 objects more would be pinned"):
+        engine.lookup(end=1, request="r2")
+    call = Call(engine.scheduler)
+    assert bench.lookups.wait_prefetch_status(call, "r2", 1.0) == 0
+    assert bench.pins() == 4
+    bench.lookups.end_session(call, "r1")
+    bench.after.pop()()
+    assert engine.lookup(end=1, request="r2") == 1

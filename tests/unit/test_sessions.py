@@ -10,6 +10,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from lmcache_nodeagent import sessions as module
+from lmcache_nodeagent.errors import Overloaded
 from lmcache_nodeagent.sessions import Lease, Pins, SessionTable
 
 TTL, LEASE = 600.0, 300.0
@@ -390,3 +392,43 @@ class SessionMachine(RuleBasedStateMachine):
 
 
 TestSessionsAtRandom = SessionMachine.TestCase
+
+
+def test_a_peer_has_at_most_half_of_all_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that never ends its requests leaves room for others; one that begins anew is one."""
+    monkeypatch.setattr(module, "MAX_SESSIONS", 4)
+    sessions = table()
+    for number in range(2):
+        sessions.start(A, "a", f"r{number}", 1, {}, 0.0)
+    with pytest.raises(Overloaded, match="2 of this peer, at most 2; 2 in all, at most 4"):
+        sessions.start(A, "a", "r2", 1, {}, 0.0)
+    sessions.start(A, "a", "r1", 1, {"x": 1}, 0.0)
+    for number in range(2):
+        sessions.start(B, "b", f"r{number}", 1, {}, 0.0)
+    with pytest.raises(Overloaded):
+        sessions.start(FakeOwner(), "c", "r0", 1, {}, 0.0)
+    settle = sessions.end(A, "a", "r1")
+    assert settle is not None
+    assert settle() == {"x": 1}
+    sessions.start(A, "a", "r2", 1, {}, 0.0)
+    assert len(sessions) == 4
+
+
+def test_a_peer_has_at_most_half_of_what_may_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is free again with the session's end, and when its pins are too old."""
+    monkeypatch.setattr(module, "MAX_PINNED_OBJECTS", 8)
+    sessions = table()
+    sessions.start(A, "a", "r1", 1, {"x": 1, "y": 5}, 0.0)
+    assert sessions.has_room_for("a", 2)
+    assert not sessions.has_room_for("a", 3)
+    assert sessions.has_room_for("b", 4)
+    sessions.start(B, "b", "r1", 1, {"v": 1, "w": 1, "x": 1, "y": 1}, 0.0)
+    assert sessions.has_room_for("c", 2)
+    assert not sessions.has_room_for("c", 3)
+    settle = sessions.end(A, "a", "r1")
+    assert settle is not None
+    settle()
+    assert sessions.has_room_for("a", 4)
+    sessions.expire(LEASE)
+    assert sessions.has_room_for("b", 4)
+    assert len(sessions) == 1, "which may still say what it found"

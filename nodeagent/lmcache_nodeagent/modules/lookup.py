@@ -6,11 +6,11 @@ from collections.abc import Callable
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from lmcache_nodeagent.errors import MalformedRequest
+from lmcache_nodeagent.errors import MalformedRequest, Overloaded
 from lmcache_nodeagent.events import HitCutShort, LookedUp, UnheldRelease
 from lmcache_nodeagent.modules.calls import Pending
 from lmcache_nodeagent.modules.object_keys import object_keys
-from lmcache_nodeagent.sessions import NO_PINS
+from lmcache_nodeagent.sessions import MAX_PINNED_OBJECTS, NO_PINS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -83,6 +83,8 @@ class LookupModule:
 
         Raises:
             MalformedRequest: fewer than one reader, or a token that is no uint32.
+            Overloaded: too many requests are open, or have too much pinned. Stock clients take that
+                as any answer; the status then says 0.
         """
         del shards  # the world size of the key counts
         now = self._now()
@@ -93,16 +95,25 @@ class LookupModule:
         session, replaced = self._sessions.begin(
             connection, connection.peer.identity, key.request_id, now
         )
-        hit, pins = 0, NO_PINS
+        hit, pins, pinned = 0, NO_PINS, 0
         try:
             if identities and chunks and key.end <= len(key.token_ids):
                 most = self.longest_hit(key.model_name, key.world_size)
                 hit, pins = self._pin_longest_prefix(key, identities, most)
                 if hit == most and hit < chunks:
                     self._publish(HitCutShort(key.model_name, chunks, hit))
+            pinned = len(pins)
+            if not self._sessions.has_room_for(session.peer, pinned):
+                self._unpin(pins)
+                hit, pins = 0, NO_PINS
         finally:
             self._unpin(self._sessions.finish(session, hit, pins))
             self._unpin(replaced)  # not before: chunks of both stay throughout
+        if pinned and not hit:
+            raise Overloaded(
+                f"lookup: {pinned} objects more would be pinned; one peer may have"
+                f" {MAX_PINNED_OBJECTS // 2}, all {MAX_PINNED_OBJECTS}: end requests (end_session)"
+            )
         self._publish(LookedUp(key.model_name, chunks, hit))
 
     def _pin_longest_prefix(

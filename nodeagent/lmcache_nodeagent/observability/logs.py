@@ -50,6 +50,7 @@ _LEVELS: dict[type[Event], int] = {
     events.RequestRefused: logging.WARNING,
     events.RequestFailed: logging.ERROR,
     events.MalformedMessage: logging.WARNING,
+    events.ConnectionTurnedAway: logging.WARNING,
     events.ReplyDropped: logging.WARNING,
     events.MessagesTooSmall: logging.WARNING,
     events.Stored: logging.DEBUG,
@@ -163,7 +164,12 @@ def _fields(event: Event) -> dict[str, object]:
 def _fault(event: Event) -> Hashable | None:  # one for each kind
     """Return what makes two events the same fault, for those that a peer can repeat at will."""
     match event:
-        case events.MalformedMessage() | events.RequestRefused() | events.ReplyDropped():
+        case (
+            events.MalformedMessage()
+            | events.ConnectionTurnedAway()
+            | events.RequestRefused()
+            | events.ReplyDropped()
+        ):
             return type(event), _address(event.peer), event.reason
         case events.StrangerRefused():
             return type(event), _address(event.peer)

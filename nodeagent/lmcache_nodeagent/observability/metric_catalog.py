@@ -204,6 +204,12 @@ COUNTED: tuple[Counted, ...] = (
         labels=("reason",),
     ),
     Counted(
+        "connections_turned_away_total",
+        "Connections that were ended as they came: their peer had half of all, or all were in use.",
+        events.ConnectionTurnedAway,
+        labels=("reason",),
+    ),
+    Counted(
         "replies_dropped_total",
         "Replies that could not be delivered.",
         events.ReplyDropped,

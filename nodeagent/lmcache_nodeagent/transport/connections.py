@@ -9,6 +9,7 @@ this connection, until it says that it ended.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,15 +25,14 @@ from lmcache_nodeagent.liveness.evidence import (
     Peer,
 )
 from lmcache_nodeagent.liveness.slots import NO_SLOT
+from lmcache_nodeagent.transport.callers import Callers
 from lmcache_nodeagent.transport.exits import ExitWatch
 from lmcache_nodeagent.transport.monitor import Accepted, Disconnected
 from lmcache_nodeagent.transport.peers import (
     PeerSocket,
     has_sent_a_message,
     metadata,
-    name_of_caller,
     tcp_peer,
-    turn_away,
 )
 
 if TYPE_CHECKING:
@@ -88,14 +88,14 @@ class ConnectionTable:
         self._handshake_seconds = handshake_seconds
         self._keepalive_silence_seconds = keepalive_silence_seconds
         self._half_open_seconds = half_open_seconds
-        self._max_links = max_links
         self._on_change = on_change
         self._publish = publish
         self._now = now
         self._suspects: dict[RoutingId, float] = {}  # may have ended; moment of the last check
         self._suspects_checked_at = now()
         self._freed: dict[int, float] = {}  # descriptor -> end of the last link it had
-        self._callers: dict[int, str] = {}  # descriptor of an open link -> who called
+        self._callers = Callers(max_links, publish)
+        self._turned_away_at = -math.inf
         self._unheard: list[tuple[int, str]] = []  # links that ended before we read a message
         self._anonymous: set[RoutingId] = set()  # open, but libzmq tells no descriptor
         self._anonymous_checked_at = now()
@@ -211,16 +211,14 @@ class ConnectionTable:
             match event:
                 case Accepted(descriptor, address):
                     slot = self._slots.slot_of_address(address) if self._slots else ""
-                    self._callers[descriptor] = name_of_caller(descriptor)
                     self._ledger.accepted(descriptor, self._now(), slot)
-                    if self._ledger.open_links() > self._max_links:
-                        turn_away(descriptor)
+                    self._callers.called(descriptor, slot)
                 case Disconnected(descriptor, handshake_failed):
                     self._disconnected(descriptor, handshake_failed=handshake_failed)
 
     def _disconnected(self, descriptor: int, *, handshake_failed: bool) -> None:
         now = self._now()
-        caller = self._callers.pop(descriptor, UNKNOWN_PEER.text)
+        caller = self._callers.gone(descriptor)
         self._freed[descriptor] = now
         link = self._ledger.open_link(descriptor)
         if link is not None:
@@ -230,7 +228,7 @@ class ConnectionTable:
             self._ledger.link_closed(descriptor, now, may_have_been_a_worker=may_have_been)
             if link.connection is not None:
                 self._link_ended(link.connection)
-            elif descriptor not in self._unproven.values():
+            elif caller is not None and descriptor not in self._unproven.values():
                 self._unheard.append((descriptor, caller))
         self._check_unproven(descriptor)
         self._on_change()
@@ -269,7 +267,7 @@ class ConnectionTable:
     @property
     def has_suspects(self) -> bool:
         """Tell whether `tidy` should come again within `SUSPECT_CHECK_SECONDS`."""
-        return bool(self._suspects)
+        return bool(self._suspects) or self._callers.has_unwelcome
 
     def unroutable(self, connection: Connection) -> None:
         """A reply found the peer gone; the monitor's word, which knows more, comes first."""
@@ -305,6 +303,9 @@ class ConnectionTable:
             all_read: No message was left unread after the monitor was read.
         """
         now = self._now()
+        if now - self._turned_away_at >= SUSPECT_CHECK_SECONDS:
+            self._turned_away_at = now
+            self._callers.turn_away()
         if all_read:
             self._report_unheard()
         if self._suspects and now - self._suspects_checked_at >= SUSPECT_CHECK_SECONDS:

@@ -13,6 +13,7 @@ import os
 import select
 import socket
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import zmq
@@ -102,10 +103,14 @@ class PeerSocket:
             os.close(copied)
             return None
         peer = cls(copy)
-        if copy.family == socket.AF_UNIX:
-            with contextlib.suppress(OSError):
-                peer.pidfd = copy.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+        peer.look_for_process()
         return peer
+
+    def look_for_process(self) -> None:
+        """Open the pidfd, if there is one to be had."""
+        if self.socket.family == socket.AF_UNIX:
+            with contextlib.suppress(OSError):
+                self.pidfd = self.socket.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
 
     def peer(self) -> Peer | None:
         """Name the peer: the process over a Unix socket, address and port over TCP."""
@@ -214,6 +219,10 @@ class PeerSocket:
     def close(self) -> None:
         """Close the duplicate and the pidfd."""
         self.socket.close()
+        self.close_pidfd()
+
+    def close_pidfd(self) -> None:
+        """Close the pidfd alone."""
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None
@@ -241,14 +250,32 @@ def has_sent_a_message(descriptor: int) -> bool:
     return int(received) > _DEALER_HANDSHAKE_BYTES
 
 
-def name_of_caller(descriptor: int) -> str:
-    """Name who is at the other end of a link that was just accepted; it may be gone by now."""
-    copy = PeerSocket.duplicate(descriptor)
-    if copy is None:
-        return UNKNOWN_PEER.text
-    peer = copy.peer() or UNKNOWN_PEER
-    copy.close()
-    return peer.text
+@contextlib.contextmanager
+def _borrowed(descriptor: int) -> Iterator[PeerSocket | None]:
+    """Use libzmq's own descriptor for a moment: there may be none left to duplicate it.
+
+    None if it is closed by now, or something else's.
+    """
+    try:
+        own = socket.socket(fileno=descriptor)
+    except OSError:
+        yield None
+        return
+    try:
+        yield PeerSocket(own)
+    finally:
+        own.detach()
+
+
+def caller_of(descriptor: int) -> Peer:
+    """Tell who is at the other end of a link that was just accepted; it may be gone by now."""
+    with _borrowed(descriptor) as link:
+        if link is None:
+            return UNKNOWN_PEER
+        link.look_for_process()
+        peer = link.peer()
+        link.close_pidfd()
+    return peer or UNKNOWN_PEER
 
 
 def turn_away(descriptor: int) -> None:
@@ -256,7 +283,6 @@ def turn_away(descriptor: int) -> None:
 
     Should the number be another's by now, that one has to connect again.
     """
-    copy = PeerSocket.duplicate(descriptor)
-    if copy is not None:
-        copy.end()
-        copy.close()
+    with _borrowed(descriptor) as link:
+        if link is not None:
+            link.end()
