@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import logging
 import socket
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import pytest
 
 from lmcache_nodeagent.errors import ConfigError
+from lmcache_nodeagent.observability import http as http_module
 from lmcache_nodeagent.observability.http import HttpServer, listen
 from tests.polling import poll_until
 
@@ -170,3 +172,37 @@ def test_garbage_is_refused_and_the_server_goes_on(server: HttpServer) -> None:
         client.sendall(b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\r\n\r\n")
         assert b"400 Bad Request" in client.recv(100)
     assert get(server.port, "/healthz")[0] == 200
+
+
+def test_a_client_with_many_connections_loses_them_and_others_keep_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Silent ones would hold their descriptors until they time out, which is put off here."""
+    monkeypatch.setattr(http_module, "_SILENT_SECONDS", 3600)
+    server = HttpServer(listen(HOST, 0), SmallView())
+    thread = threading.Thread(target=server.run, name="http")
+    thread.start()
+    with contextlib.ExitStack() as stack:
+        stack.callback(thread.join, 5)
+        stack.callback(server.stop)
+        probe = http.client.HTTPConnection(HOST, server.port, timeout=30)
+        stack.callback(probe.close)
+        probe.connect()
+        many = [
+            stack.enter_context(
+                socket.create_connection((HOST, server.port), source_address=("127.0.0.9", 0))
+            )
+            for _ in range(300)
+        ]
+        poll_until(lambda: sum(map(_was_closed, many)) >= 300 - 48, 30, "room is made")
+        probe.request("GET", "/healthz")
+        assert probe.getresponse().status == 200
+    assert not thread.is_alive()
+
+
+def _was_closed(end: socket.socket) -> bool:
+    end.settimeout(0)
+    try:
+        return end.recv(1) == b""
+    except BlockingIOError:
+        return False

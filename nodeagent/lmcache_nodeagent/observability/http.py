@@ -3,7 +3,8 @@
 waitress reads requests and writes replies on the thread that calls `HttpServer.run`, named `http`;
 requests that have arrived in full are answered on two threads of its own, `waitress-0` and
 `waitress-1`, which end before `run` returns. A client that is slow to send or to read holds a
-connection, never a thread, and is cut off.
+connection, never a thread, and is cut off; whoever has the most connections loses some of them when
+there are many, so that a probe is always let in.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ from __future__ import annotations
 import ipaddress
 import json
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from threading import Event
-from typing import Protocol
+from typing import Protocol, cast
 from urllib.parse import parse_qs
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
+from waitress.channel import HTTPChannel
 from waitress.server import MultiSocketServer, create_server
 
 from lmcache_nodeagent.config_rules import bare_host
@@ -29,6 +32,10 @@ _MAX_SINCE = (1 << 63) - 1
 _MAX_QUERY_FIELDS = 16
 _SHOWN_CHARACTERS = 40
 _MAX_BUFFERED_BYTES = 64 << 20  # an answer beyond it would go through a temporary file
+_MOST_CONNECTIONS = 48
+"""Probes, Prometheus and people need few; descriptors are for workers."""
+
+_SILENT_SECONDS = 5
 _STOP_CHECK_SECONDS = 0.5
 _SHUTDOWN_SECONDS = 2
 
@@ -112,7 +119,7 @@ class HttpServer:
             sockets=[self._listener],
             threads=2,
             connection_limit=2048,
-            channel_timeout=5,
+            channel_timeout=_SILENT_SECONDS,
             cleanup_interval=2,
             max_request_header_size=16 << 10,
             max_request_body_size=1 << 10,
@@ -127,6 +134,9 @@ class HttpServer:
                 server.asyncore.loop(
                     timeout=_STOP_CHECK_SECONDS, use_poll=True, map=connections, count=1
                 )
+                # The stubs take the table for one of its entries.
+                channels = cast("Mapping[int, HTTPChannel]", server.active_channels)
+                _make_room(channels.values())
         finally:
             server.task_dispatcher.shutdown(timeout=_SHUTDOWN_SECONDS)
             server.asyncore.close_all(connections, ignore_all=True)
@@ -138,6 +148,19 @@ class HttpServer:
     def close(self) -> None:
         """Give the port back; for a server that never ran."""
         self._listener.close()
+
+
+def _make_room(channels: Collection[HTTPChannel]) -> None:
+    """While there are too many, end those of whoever has the most, the longest silent first."""
+    open_ones = [channel for channel in channels if not channel.will_close]
+    too_many = len(open_ones) - _MOST_CONNECTIONS
+    if too_many <= 0:
+        return
+    by_address = Counter(channel.addr[0] for channel in open_ones)
+    idle = [channel for channel in open_ones if not channel.requests]
+    idle.sort(key=lambda channel: (-by_address[channel.addr[0]], channel.last_activity))
+    for channel in idle[:too_many]:
+        channel.will_close = True
 
 
 def application(view: AgentView) -> WSGIApplication:
