@@ -6,12 +6,8 @@ look up, load, fail half-way, vanish, thaw and come back in any order; L1 evicts
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -19,34 +15,30 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from lmcache_nodeagent.errors import LmcacheKubeError, NotRegistered, TransferOverdue
 from lmcache_nodeagent.modules.calls import Call, Cancellation
-from lmcache_nodeagent.protocol.messages import PoolSlot, SlotContext
+from lmcache_nodeagent.protocol.messages import SlotContext
 from lmcache_nodeagent.protocol.pickled_tensors import read_tensors, write_tensors
+from tests.fakes.cache_world import (
+    CHUNK_BYTES,
+    COPYING_MODEL,
+    MAPPED_MODEL,
+    OBJECTS,
+    STORE_AT,
+    CacheWorld,
+    Place,
+    Promise,
+    placed,
+)
 from tests.fakes.copying_engine import DTYPE, CopyingEngine
 from tests.fakes.copying_engine import SHAPE as CHUNK_SHAPE
-from tests.fakes.liveness_parts import close, connection
+from tests.fakes.liveness_parts import close
 from tests.fakes.module_bench import (
     CLOSE_CONFIRM,
-    PER_CHUNK,
     PIN_TTL,
-    SHAPE,
-    Engine,
-    ModuleBench,
     blocks,
 )
 
-OBJECTS = 14
 AT_MOST = 2
 """Of what holds room of L1 at a time: without a bound it fills up and nothing happens any more."""
-
-MAPPED_MODEL, COPYING_MODEL = "demo/mapped", "demo/copying"
-BLOCK_BYTES = 32
-PLANE_BYTES = SHAPE[1] * BLOCK_BYTES
-CHUNK_BYTES = 2 * PER_CHUNK * BLOCK_BYTES
-STORE_AT, LOAD_AT = 0, 4
-"""Where in a mapped worker's memory, in chunks."""
-
-Place = tuple[int, int, int, str]
-"""Prompt, first and last chunk, salt."""
 
 places = st.builds(
     lambda prompt, start, length, salt: (prompt, start, start + length, salt),
@@ -56,28 +48,6 @@ places = st.builds(
     st.sampled_from(["", "", "salt"]),
 )
 workers = st.integers(0, 1)
-
-
-def _in(place: Place, request: str) -> dict[str, Any]:
-    """The place as arguments of the engines' methods."""
-    prompt, start, end, salt = place
-    return {"prompt": prompt, "start": start, "end": end, "salt": salt, "request": request}
-
-
-@dataclass(eq=False)
-class Promise:
-    """What a look-up found and nobody has loaded, freed or ended yet."""
-
-    prompt: int
-    salt: str
-    chunks: set[int]
-    until: float
-
-    def covers(self, place: Place, now: float) -> bool:
-        """Whether a load of the place cannot miss."""
-        prompt, start, end, salt = place
-        same = (prompt, salt) == (self.prompt, self.salt)
-        return same and now < self.until and set(range(start, end)) <= self.chunks
 
 
 @dataclass(eq=False)
@@ -95,40 +65,16 @@ class CacheMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bench = ModuleBench(objects=OBJECTS)
-        self.numbers = itertools.count(1)
-        self.mapped = [
-            Engine(self.bench, n + 1, address=f"10.0.0.{n}", register=False) for n in range(2)
-        ]
-        self.copying = [
-            CopyingEngine(self.bench, (1 << 40) + n, address=f"10.0.1.{n}", register=False)
-            for n in range(2)
-        ]
-        for worker in range(2):
-            self._register_mapped(worker)
-            self._register_copying(worker)
-        # What was stored: whole chunks by (model, prompt, chunk, salt).
-        self.stored: defaultdict[tuple[str, int, int, str], set[bytes]] = defaultdict(set)
-        self.promises: dict[tuple[str, int, str], Promise] = {}
+        self.world = CacheWorld()
         self.writes: list[list[Handed]] = [[], []]
         self.reads: list[list[Handed]] = [[], []]
         self.frozen: list[tuple[CopyingEngine, list[Handed], list[Handed]]] = []
-
-    def _register_mapped(self, worker: int) -> None:
-        engine = self.mapped[worker]
-        engine.worker = connection(engine.worker.peer.text)
-        engine.register(model=MAPPED_MODEL)
-
-    def _register_copying(self, worker: int) -> None:
-        engine = self.copying[worker]
-        engine.worker = connection(engine.worker.peer.text)
-        engine.register(model_name=COPYING_MODEL)
 
     @rule(mapped=st.booleans(), worker=workers, shorter=st.booleans())
     def load_what_was_promised(self, worker: int, *, mapped: bool, shorter: bool) -> None:
         """As engines do: what their look-up found, or the end of it."""
         model, request = self._names(worker, mapped=mapped)
-        promise = self.promises.get((model, worker, request))
+        promise = self.world.promises.get((model, worker, request))
         if promise is None or not promise.chunks:
             return
         start, end = min(promise.chunks), max(promise.chunks) + 1
@@ -139,71 +85,31 @@ class CacheMachine(RuleBasedStateMachine):
         else:
             self._prepare_as_promised(worker, place, request)
 
-    # What workers have in their memory
-
-    def _fresh(self, model: str, place: Place, count: int | None = None) -> list[bytes]:
-        """New bytes for each chunk: no two stores, chunks or tenants have the same."""
-        prompt, start, end, salt = place
-        made = []
-        for chunk in range(start, end)[:count]:
-            text = f"{model} {prompt} {chunk} {salt} {next(self.numbers)}".encode()
-            made.append(hashlib.shake_128(text).digest(CHUNK_BYTES))
-        return made
-
-    def _note(self, model: str, place: Place, contents: list[bytes]) -> None:
-        prompt, start, _, salt = place
-        for chunk, content in enumerate(contents, start):
-            self.stored[model, prompt, chunk, salt].add(content)
-
-    def _check(self, model: str, place: Place, contents: list[bytes]) -> None:
-        prompt, start, end, salt = place
-        assert len(contents) == end - start
-        for chunk, content in enumerate(contents, start):
-            assert content in self.stored[model, prompt, chunk, salt]
-
-    @staticmethod
-    def _parts(position: int) -> list[slice]:
-        """Where a chunk lies in a mapped worker's memory: one part for each plane."""
-        first = (1 + position * PER_CHUNK) * BLOCK_BYTES
-        size = PER_CHUNK * BLOCK_BYTES
-        return [
-            slice(plane * PLANE_BYTES + first, plane * PLANE_BYTES + first + size)
-            for plane in (0, 1)
-        ]
-
-    def _put(self, engine: Engine, position: int, content: bytes) -> None:
-        half = CHUNK_BYTES // 2
-        for part, data in zip(self._parts(position), (content[:half], content[half:]), strict=True):
-            engine.memory[part] = data
-
-    def _get(self, engine: Engine, position: int) -> bytes:
-        return b"".join(bytes(engine.memory[part]) for part in self._parts(position))
-
     # Workers whose memory the agent maps
 
     @rule(worker=workers, place=places, fate=st.sampled_from(["ok", "ok", "raises", "overdue"]))
     def store_mapped(self, worker: int, place: Place, fate: str) -> None:
         """Whole, or not at all; one that says yes can be loaded at once."""
-        engine, request = self.mapped[worker], f"store-{next(self.numbers)}"
-        contents = self._fresh(MAPPED_MODEL, place)
+        engine, request = self.world.mapped[worker], f"store-{next(self.world.numbers)}"
+        contents = self.world.fresh(MAPPED_MODEL, place)
         for position, content in enumerate(contents, STORE_AT):
-            self._put(engine, position, content)
+            self.world.put(engine, position, content)
         cancellation = Cancellation()
         if fate == "raises":
-            self.bench.hooks.before_gather = _fail
+            self.world.bench.hooks.before_gather = _fail
         elif fate == "overdue":
-            self.bench.hooks.before_gather = cancellation.cancel
+            self.world.bench.hooks.before_gather = cancellation.cancel
         else:
-            self._note(MAPPED_MODEL, place, contents)
-        made = engine.key(model=MAPPED_MODEL, **_in(place, request))
+            self.world.note(MAPPED_MODEL, place, contents)
+        made = engine.key(model=MAPPED_MODEL, **placed(place, request))
         call = Call(engine.worker, cancellation=cancellation)
         ids = blocks(STORE_AT, len(contents))
         stored = False
         with suppress(ZeroDivisionError, TransferOverdue, NotRegistered):
-            _, stored = self.bench.transfer.store(call, made, engine.instance_id, ids, b"")
-        self.bench.hooks.before_gather = _nothing
+            _, stored = self.world.bench.transfer.store(call, made, engine.instance_id, ids, b"")
+        self.world.bench.hooks.before_gather = _nothing
         if stored:
-            assert self._load_mapped(engine, place, request)
+            assert self.world.load_mapped(engine, place, request)
 
     @rule(worker=workers, place=places, known=st.booleans())
     def load_mapped(self, worker: int, place: Place, *, known: bool) -> None:
@@ -211,58 +117,42 @@ class CacheMachine(RuleBasedStateMachine):
         self._load_as_promised(worker, place, f"mapped-{worker}" if known else "unknown")
 
     def _load_as_promised(self, worker: int, place: Place, request: str) -> None:
-        engine = self.mapped[worker]
-        promise = self._take_promise(MAPPED_MODEL, worker, request, place)
-        found = self._load_mapped(engine, place, request)
+        engine = self.world.mapped[worker]
+        promise = self.world.take_promise(MAPPED_MODEL, worker, request, place)
+        found = self.world.load_mapped(engine, place, request)
         assert found or not promise or found is None
-
-    def _load_mapped(self, engine: Engine, place: Place, request: str) -> bool | None:
-        """Load and check; None for a worker that is not here."""
-        chunks = place[2] - place[1]
-        for position in range(LOAD_AT, LOAD_AT + chunks):
-            self._put(engine, position, b"\xee" * CHUNK_BYTES)
-        try:
-            found = engine.retrieve(
-                blocks(LOAD_AT, chunks), model=MAPPED_MODEL, **_in(place, request)
-            )
-        except NotRegistered:
-            return None
-        if found:
-            loaded = [self._get(engine, LOAD_AT + chunk) for chunk in range(chunks)]
-            self._check(MAPPED_MODEL, place, loaded)
-        return found
 
     @rule(worker=workers, reaped=st.booleans(), comes_back=st.sampled_from([True, True, False]))
     def mapped_worker_goes(self, worker: int, *, reaped: bool, comes_back: bool) -> None:
         """By itself or found dead; its memory is released."""
-        engine = self.mapped[worker]
+        engine = self.world.mapped[worker]
         if reaped:
-            for entry in self.bench.transfer.reap_stale_instances(
+            for entry in self.world.bench.transfer.reap_stale_instances(
                 lambda entry: entry.instance_id == engine.instance_id
             ):
-                self.bench.releaser.start(entry)
+                self.world.bench.releaser.start(entry)
         else:
             engine.unregister()
-        self.bench.threads.run_all()
+        self.world.bench.threads.run_all()
         if comes_back:
-            self._register_mapped(worker)
+            self.world.register_mapped(worker)
 
     @rule(worker=workers)
     def mapped_worker_comes(self, worker: int) -> None:
         """Again, or for the first time since it went."""
-        self._register_mapped(worker)
-        self.bench.threads.run_all()
+        self.world.register_mapped(worker)
+        self.world.bench.threads.run_all()
 
     # Workers that copy themselves
 
     @rule(worker=workers, place=places)
     def prepare_store(self, worker: int, place: Place) -> None:
         """Be told where to write; nothing is to be seen of it yet."""
-        engine, request = self.copying[worker], f"store-{next(self.numbers)}"
+        engine, request = self.world.copying[worker], f"store-{next(self.world.numbers)}"
         if len(self.writes[worker]) == AT_MOST:
             return
         with suppress(NotRegistered):
-            context = engine.prepare_store(model=COPYING_MODEL, **_in(place, request))
+            context = engine.prepare_store(model=COPYING_MODEL, **placed(place, request))
             if context.slots:
                 self.writes[worker].append(Handed(place, request, context))
 
@@ -273,47 +163,66 @@ class CacheMachine(RuleBasedStateMachine):
             return
         handed = data.draw(st.sampled_from(self.writes[worker]))
         self.writes[worker].remove(handed)
-        engine, place = self.copying[worker], handed.place
+        self._commit(worker, handed, written)
+
+    def _commit(self, worker: int, handed: Handed, written: str) -> None:
+        engine, place = self.world.copying[worker], handed.place
         slots, indices = handed.context.slots or [], handed.context.chunk_indices or []
         count = {"all": len(slots), "some": len(slots) // 2, "none": 0}[written]
-        fresh = self._fresh(COPYING_MODEL, place)
+        fresh = self.world.fresh(COPYING_MODEL, place)
         prompt, start, _, salt = place
         for slot, index in zip(slots[:count], indices, strict=False):
             engine.bytes_of(slot)[:] = fresh[index]
-            self.stored[COPYING_MODEL, prompt, start + index, salt].add(fresh[index])
+            self.world.stored[COPYING_MODEL, prompt, start + index, salt].add(fresh[index])
         done = False
         with suppress(LmcacheKubeError):
-            done = engine.commit_store(model=COPYING_MODEL, **_in(place, handed.request))
+            done = engine.commit_store(model=COPYING_MODEL, **placed(place, handed.request))
         assert count == len(slots) or not done
         if done:
-            assert self._load_copying(engine, place, handed.request)
+            assert self.world.load_copying(engine, place, handed.request)
+
+    @rule(worker=workers, place=places)
+    def store_copying(self, worker: int, place: Place) -> None:
+        """From prepare to commit, by a worker that maps the pool."""
+        self._map_again(worker)
+        before = len(self.writes[worker])
+        self.prepare_store(worker, place)
+        for handed in self.writes[worker][before:]:
+            self.writes[worker].remove(handed)
+            self._commit(worker, handed, "all")
+
+    def _map_again(self, worker: int) -> None:
+        """Register anew: one that has sent bytes is taken for one that cannot map the pool."""
+        engine = self.world.copying[worker]
+        if self.world.is_registered(engine):
+            engine.register(model_name=COPYING_MODEL)
 
     @rule(worker=workers, place=places)
     def send(self, worker: int, place: Place) -> None:
         """Store by message."""
-        engine, request = self.copying[worker], f"send-{next(self.numbers)}"
-        contents = self._fresh(COPYING_MODEL, place)
+        engine, request = self.world.copying[worker], f"send-{next(self.world.numbers)}"
+        contents = self.world.fresh(COPYING_MODEL, place)
         chunks = [memoryview(content) for content in contents]
         payload = b"".join(write_tensors(DTYPE, CHUNK_SHAPE, chunks))
         assert [bytes(tensor.data) for tensor in read_tensors(payload, len(contents))] == contents
-        self._note(COPYING_MODEL, place, contents)
+        self.world.note(COPYING_MODEL, place, contents)
         with suppress(LmcacheKubeError):
-            if engine.commit_store(payload, model=COPYING_MODEL, **_in(place, request)):
-                assert self._load_copying(engine, place, request)
+            if engine.commit_store(payload, model=COPYING_MODEL, **placed(place, request)):
+                assert self.world.load_copying(engine, place, request)
 
     @rule(worker=workers, place=places, known=st.booleans())
     def prepare_retrieve(self, worker: int, place: Place, *, known: bool) -> None:
         """Be told where to read, and read at leisure: `chunks_in_use_do_not_change`."""
-        unknown = f"unknown-{next(self.numbers)}"
+        unknown = f"unknown-{next(self.world.numbers)}"
         self._prepare_as_promised(worker, place, f"copying-{worker}" if known else unknown)
 
     def _prepare_as_promised(self, worker: int, place: Place, request: str) -> None:
-        engine = self.copying[worker]
+        engine = self.world.copying[worker]
         if len(self.reads[worker]) == AT_MOST:
             return
-        promise = self._take_promise(COPYING_MODEL, worker, request, place)
+        promise = self.world.take_promise(COPYING_MODEL, worker, request, place)
         try:
-            reply = engine.prepare_retrieve(model=COPYING_MODEL, **_in(place, request))
+            reply = engine.prepare_retrieve(model=COPYING_MODEL, **placed(place, request))
         except NotRegistered:
             return
         assert reply.success or not promise
@@ -321,10 +230,10 @@ class CacheMachine(RuleBasedStateMachine):
             return
         if reply.data:
             tensors = read_tensors(reply.data, place[2] - place[1])
-            self._check(COPYING_MODEL, place, [bytes(tensor.data) for tensor in tensors])
+            self.world.check(COPYING_MODEL, place, [bytes(tensor.data) for tensor in tensors])
             return
-        seen = self._bytes(engine, reply.context.slots or [])
-        self._check(COPYING_MODEL, place, seen)
+        seen = self.world.bytes_of(engine, reply.context.slots or [])
+        self.world.check(COPYING_MODEL, place, seen)
         self.reads[worker].append(Handed(place, request, reply.context, seen))
 
     @rule(worker=workers, data=st.data())
@@ -333,36 +242,22 @@ class CacheMachine(RuleBasedStateMachine):
         if self.reads[worker]:
             handed = data.draw(st.sampled_from(self.reads[worker]))
             self.reads[worker].remove(handed)
-            self.copying[worker].commit_retrieve(
-                model=COPYING_MODEL, **_in(handed.place, handed.request)
+            self.world.copying[worker].commit_retrieve(
+                model=COPYING_MODEL, **placed(handed.place, handed.request)
             )
-
-    def _load_copying(self, engine: CopyingEngine, place: Place, request: str) -> bool:
-        reply = engine.prepare_retrieve(model=COPYING_MODEL, **_in(place, request))
-        if reply.success and reply.data:
-            tensors = read_tensors(reply.data, place[2] - place[1])
-            self._check(COPYING_MODEL, place, [bytes(tensor.data) for tensor in tensors])
-        elif reply.success:
-            self._check(COPYING_MODEL, place, self._bytes(engine, reply.context.slots or []))
-        engine.commit_retrieve(model=COPYING_MODEL, **_in(place, request))
-        return reply.success
-
-    @staticmethod
-    def _bytes(engine: CopyingEngine, slots: list[PoolSlot]) -> list[bytes]:
-        return [bytes(engine.bytes_of(slot)) for slot in slots]
 
     @rule(worker=workers, reaped=st.booleans(), comes_back=st.sampled_from([True, True, False]))
     def copying_worker_goes(self, worker: int, *, reaped: bool, comes_back: bool) -> None:
         """What it was told stays its own while its process may live."""
-        engine = self.copying[worker]
-        if not self._is_registered(engine):
+        engine = self.world.copying[worker]
+        if not self.world.is_registered(engine):
             return  # it has gone, and is frozen or dead
         if reaped:
             engine.reap()
         else:
             engine.unregister()
-            self.bench.threads.run_all()
-        left = CopyingEngine(self.bench, engine.instance_id, register=False)
+            self.world.bench.threads.run_all()
+        left = CopyingEngine(self.world.bench, engine.instance_id, register=False)
         left.worker = engine.worker
         self.frozen.append((left, self.writes[worker], self.reads[worker]))
         self.writes[worker], self.reads[worker] = [], []
@@ -374,12 +269,8 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(worker=workers)
     def copying_worker_comes(self, worker: int) -> None:
         """A new process under the same id; the old one has to have gone from the table before."""
-        if not self._is_registered(self.copying[worker]):
-            self._register_copying(worker)
-
-    def _is_registered(self, engine: CopyingEngine) -> bool:
-        entries = self.bench.engine_driven.context_entries_snapshot()
-        return engine.instance_id in {entry.instance_id for entry in entries}
+        if not self.world.is_registered(self.world.copying[worker]):
+            self.world.register_copying(worker)
 
     @rule(data=st.data())
     def a_frozen_worker_thaws(self, data: st.DataObject) -> None:
@@ -398,9 +289,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     def _die(self, gone: tuple[CopyingEngine, list[Handed], list[Handed]]) -> None:
         self.frozen.remove(gone)
-        close(gone[0].worker, self.bench.now())
-        self.bench.now.advance(CLOSE_CONFIRM)
-        self.bench.quarantine.sweep(self.bench.now())
+        close(gone[0].worker, self.world.bench.now())
+        self.world.bench.now.advance(CLOSE_CONFIRM)
+        self.world.bench.quarantine.sweep(self.world.bench.now())
 
     # Schedulers, and what happens to L1
 
@@ -409,72 +300,74 @@ class CacheMachine(RuleBasedStateMachine):
         """As a prompt that was served before comes back."""
         if mapped:
             self.store_mapped(worker, place, "ok")
-        else:
+        elif place[3]:
             self.send(worker, place)
+        else:
+            self.store_copying(worker, place)
         self.look_up(worker, place, mapped=mapped)
 
     @rule(mapped=st.booleans(), worker=workers, place=places)
     def look_up(self, worker: int, place: Place, *, mapped: bool) -> None:
         """What it finds can be loaded until its lease, its end, a forced clear."""
         model, request = self._names(worker, mapped=mapped)
-        engine = self.mapped[worker] if mapped else self.copying[worker]
+        engine = self.world.mapped[worker] if mapped else self.world.copying[worker]
         prompt, _, end, salt = place
-        hit = engine.lookup(model=model, **_in((prompt, 0, end, salt), request))
-        self.promises[model, worker, request] = Promise(
-            prompt, salt, set(range(hit)), self.bench.now() + PIN_TTL
+        hit = engine.lookup(model=model, **placed((prompt, 0, end, salt), request))
+        self.world.promises[model, worker, request] = Promise(
+            prompt, salt, set(range(hit)), self.world.bench.now() + PIN_TTL
         )
 
     @rule(mapped=st.booleans(), worker=workers, late=st.booleans())
     def end(self, worker: int, *, mapped: bool, late: bool) -> None:
         """Its pins go at once, or with the transfers that are under way."""
         model, request = self._names(worker, mapped=mapped)
-        (self.mapped[worker] if mapped else self.copying[worker]).end(request)
-        self.promises.pop((model, worker, request), None)
+        (self.world.mapped[worker] if mapped else self.world.copying[worker]).end(request)
+        self.world.promises.pop((model, worker, request), None)
         if not late:
-            self.bench.transfers_end()
+            self.world.bench.transfers_end()
+
+    @rule(worker=workers)
+    def others_fill_l1(self, worker: int) -> None:
+        """With more than it has room for: whatever may go, goes."""
+        for _ in range(OBJECTS // 3 + 1):
+            self.store_mapped(worker, (0, 0, 3, f"other-{next(self.world.numbers)}"), "ok")
 
     @rule(force=st.booleans())
     def clear(self, *, force: bool) -> None:
         """Without force what was promised stays."""
-        self.bench.store_.clear(force=force)
+        self.world.bench.store_.clear(force=force)
         if force:
-            self.promises.clear()
+            self.world.promises.clear()
 
     @rule(seconds=st.sampled_from([1.0, 100.0, 300.0, 700.0]))
     def time_passes(self, seconds: float) -> None:
         """Leases, sessions and reservations end."""
-        self.bench.now.advance(seconds)
-        self.bench.lookups.expire(self.bench.now())
-        self.bench.quarantine.sweep(self.bench.now())
+        self.world.bench.now.advance(seconds)
+        self.world.bench.lookups.expire(self.world.bench.now())
+        self.world.bench.quarantine.sweep(self.world.bench.now())
 
     @staticmethod
     def _names(worker: int, *, mapped: bool) -> tuple[str, str]:
         kind = "mapped" if mapped else "copying"
         return MAPPED_MODEL if mapped else COPYING_MODEL, f"{kind}-{worker}"
 
-    def _take_promise(self, model: str, worker: int, request: str, place: Place) -> bool:
-        """Whether the load cannot miss; it uses up its chunks' pins."""
-        promise = self.promises.get((model, worker, request))
-        if promise is None:
-            return False
-        kept = promise.covers(place, self.bench.now())
-        prompt, start, end, salt = place
-        if (prompt, salt) == (promise.prompt, promise.salt):
-            promise.chunks -= set(range(start, end))
-        return kept
-
     @invariant()
     def chunks_in_use_do_not_change(self) -> None:
         """Readers that have not confirmed see what they saw, whatever became of the objects."""
-        readers = [(self.copying[n], self.reads[n]) for n in range(2)]
+        readers = [(self.world.copying[n], self.reads[n]) for n in range(2)]
         for engine, reads in [*readers, *((left, reads) for left, _, reads in self.frozen)]:
             for handed in reads:
-                assert self._bytes(engine, handed.context.slots or []) == handed.seen
+                assert self.world.bytes_of(engine, handed.context.slots or []) == handed.seen
+
+    @invariant()
+    def promises_are_kept(self) -> None:
+        """What a look-up found stays until it is loaded, or its lease, request or cache ends."""
+        assert self.world.broken_promises() == []
 
     @invariant()
     def the_books_are_right(self) -> None:
         """No pin was taken off twice, no byte is counted twice."""
-        stats = self.bench.store_.stats()
+        stats = self.world.bench.store_.stats()
         assert stats.excess_unpins_total == 0
         assert stats.used_bytes <= stats.capacity_bytes
 
@@ -485,14 +378,14 @@ class CacheMachine(RuleBasedStateMachine):
             self.copying_worker_goes(worker, reaped=True, comes_back=False)
         while self.frozen:
             engine, _, _ = self.frozen.pop()
-            close(engine.worker, self.bench.now())
-        self.bench.transfers_end()
+            close(engine.worker, self.world.bench.now())
+        self.world.bench.transfers_end()
         self.time_passes(700.0)
-        stats = self.bench.store_.stats()
+        stats = self.world.bench.store_.stats()
         assert (stats.pinned_bytes, stats.staging_bytes, stats.open_reservations) == (0, 0, 0)
-        assert (len(self.bench.sessions), len(self.bench.quarantine)) == (0, 0)
-        self.bench.store_.clear(force=False)
-        assert self.bench.store_.stats().used_bytes == 0
+        assert (len(self.world.bench.sessions), len(self.world.bench.quarantine)) == (0, 0)
+        self.world.bench.store_.clear(force=False)
+        assert self.world.bench.store_.stats().used_bytes == 0
 
 
 def _nothing() -> None:
