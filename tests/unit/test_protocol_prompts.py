@@ -66,6 +66,19 @@ def test_the_same_prompt_is_not_decoded_again() -> None:
     assert decode.tokens == 3
 
 
+@pytest.mark.parametrize("count", [2 * PIECE_TOKENS, 70_000])
+def test_both_headers_of_token_lists_are_read(count: int) -> None:
+    """Lists of up to 65,535 tokens have a shorter one than longer lists."""
+    decode = CountingDecoder()
+    memory = PromptMemory(decode)
+    key = CacheKey("m", 1, None, prompt(1, count / PIECE_TOKENS), 0, count, "r")
+    frame = msgspec.msgpack.encode(key)
+    assert memory.decode(frame) == key
+    decode.tokens = 0
+    assert memory.decode(frame) == key
+    assert decode.tokens < PIECE_TOKENS
+
+
 def test_a_prompt_that_ends_inside_a_remembered_one_keeps_its_length() -> None:
     """What follows the tokens in the frame is never taken for tokens."""
     memory = PromptMemory(PLAIN)
