@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from tests.fakes.agent_process import AgentProcess, shared_memory_files
 from tests.fakes.netns import needs_root
 from tests.fakes.raw_client import RawDealer, regions_of
 from tests.fakes.worker_process import WorkerProcess
+from tests.polling import poll_until
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -219,9 +221,13 @@ def test_hosts_of_both_families_can_be_bound(host: str, reached_at: list[str]) -
             with WorkerProcess(f"tcp://{address}:{agent.port}", 3) as worker:
                 worker.ask("register")
                 assert worker.ask("ping") is True
-                peer = agent.instances()[3]["peer"]
-                assert re.fullmatch(rf"{re.escape(address)}:\d+", peer), peer
+                poll_until(partial(_shows_port_of, agent, address), 10, f"{address} and a port")
                 worker.ask("unregister")
+
+
+def _shows_port_of(agent: AgentProcess, address: str) -> bool:
+    """Whether the instance's connection is proven, which its port says."""
+    return bool(re.fullmatch(rf"{re.escape(address)}:\d+", agent.instances()[3]["peer"]))
 
 
 @needs_root

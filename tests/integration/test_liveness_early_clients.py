@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tests.fakes.agent_process import AgentProcess
 from tests.fakes.worker_process import WorkerProcess
+from tests.polling import poll_until
 
 WORKER = 41
 
@@ -21,7 +22,8 @@ def test_a_worker_that_connects_before_the_agent_is_ready_is_known_by_its_proces
             assert worker.result() is False  # an id that this agent does not know
             worker.ask("register")
             worker.ask("ping")
-            assert agent.instances()[WORKER]["peer"] == f"unix socket, pid {worker.pid}"
+            peer = f"unix socket, pid {worker.pid}"
+            poll_until(lambda: agent.instances()[WORKER]["peer"] == peer, 10, peer)
             worker.kill()
             # 100 ms are promised; by the closed connection alone it would take 10 s.
             reap = agent.wait_reaped(WORKER, 10)
