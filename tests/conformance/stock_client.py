@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -70,7 +71,13 @@ class StockClient:
         kv_events: bool = False,
         mla: bool = False,
     ) -> int:
-        """Connect a scheduler and a worker; return the agent's chunk size."""
+        """Connect a scheduler and a worker; return the agent's chunk size.
+
+        With a context of their own each time: the stock code watches its sockets over `inproc`
+        names made of descriptors, and the next socket with a descriptor may come before libzmq
+        has given up the name of the last one.
+        """
+        self._renew_context()
         config = {
             "lmcache.mp.mq_timeout": timeout,
             "lmcache.mp.heartbeat_interval": heartbeat,
@@ -90,6 +97,11 @@ class StockClient:
             url, *common, extra_config=config, enable_kv_events=kv_events
         )
         return int(self._worker.lmcache_tokens_per_chunk)
+
+    def _renew_context(self) -> None:
+        """Leave the old one to end when its last socket has."""
+        threading.Thread(target=self._context.term, daemon=True).start()
+        self._context = zmq.Context()
 
     def hide_pools(self) -> None:
         """Have the next registration find no shared pool, as in another mount namespace."""
