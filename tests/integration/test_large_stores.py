@@ -25,8 +25,9 @@ def test_a_store_that_broke_its_connection_is_answered(tmp_path: Path) -> None:
             with RawDealer(url) as worker:
                 _lose_a_store(worker)
         refused = {"operation": "commit_store", "reason": "too_large"}
-        assert counted(agent.http_port, "requests_refused_total", **refused) == 2
-        assert f"at most {LIMIT} bytes; raise --max-message-bytes" in agent.log_text()
+        poll_until(lambda: counted(agent.http_port, "requests_refused_total", **refused) == 2, 10)
+        words = f"at most {LIMIT} bytes; raise --max-message-bytes"
+        poll_until(lambda: words in agent.log_text(), 10, words)
 
 
 def _lose_a_store(worker: RawDealer) -> None:

@@ -20,10 +20,6 @@ CAPACITY = 10_000
 
 _CHECK_SECONDS = 0.5  # notices `stop` even if its wake-up did not fit into a full queue
 
-_REST_SECONDS = 0.005
-"""Pause after events were told: each wake-up of this thread takes the interpreter away from one
-that is about to answer a request."""
-
 _log = structlog.get_logger(__name__)
 
 
@@ -80,11 +76,10 @@ class EventBus:
     def run(self) -> None:
         """Tell the subscribers about every event, in order, until stopped and drained."""
         while True:
-            event = self._next(_CHECK_SECONDS)
-            while event is not None:
+            event = self._next()
+            if event is not None:
                 self._tell(event)
-                event = self._next(0)
-            if self._stopping.wait(_REST_SECONDS) and self._queue.empty():
+            elif self._stopping.is_set():
                 return
 
     def stop(self) -> None:
@@ -93,9 +88,9 @@ class EventBus:
         with suppress(queue.Full):
             self._queue.put_nowait(None)
 
-    def _next(self, timeout_seconds: float) -> Event | None:
+    def _next(self) -> Event | None:
         try:
-            return self._queue.get(timeout=timeout_seconds)
+            return self._queue.get(timeout=_CHECK_SECONDS)
         except queue.Empty:
             return None
 
