@@ -210,7 +210,7 @@ def test_a_container_that_takes_too_much_later_is_told_of(node: SlotNode) -> Non
         os.truncate(more.fileno(), node.shared_memory_bytes)  # holes
     count = "slot_shared_memory_exceeded_total"
     poll_until(lambda: node.agent.metric(count) == 1, SOON_SECONDS)
-    (told,) = node.agent.log_records("shared_memory_exceeded")
+    (told,) = poll_until(lambda: node.agent.log_records("shared_memory_exceeded"), SOON_SECONDS)
     assert (told["slot"], told["pod"]) == (slot, "team/engine-0")
     assert f"may have {node.shared_memory_bytes}" in told["excess"]
     assert worker.ask("store", 1)

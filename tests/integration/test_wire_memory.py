@@ -86,7 +86,7 @@ def test_all_clients_together_are_bounded(stuck: StubAgent) -> None:
         dealers = [stack.enter_context(RawDealer(stuck.url)) for _ in range(3)]
         for dealer in dealers[:2]:
             _send(dealer, 8, bytes(MIB - 100))
-        poll_until(lambda: _waiting(stuck, "requests") > IN_ALL - 2 * MIB, 10)
+        poll_until(lambda: _waiting(stuck, "requests") > IN_ALL - MIB, 10)
         _send(dealers[2], 1, bytes(MIB))
         assert says_no("commit_store", dealers[2].reply_to(0, 10))
         assert dealers[2].call("end_session", "r1").refusal is None
