@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ class Engine:
     node: StoryNode
     alive: list[int] = field(default_factory=list)
     marked: bool = False
+    populated_at: float = 0.0
 
 
 class Chaos:
@@ -115,12 +117,17 @@ class Chaos:
             self._last_id += 1
             self._story.worker(engine.pod, self._last_id, node=engine.node)
             engine.alive.append(self._last_id)
+        engine.populated_at = time.time()
         self._script.append(f"{engine.pod.name} runs {engine.alive}")
 
     def _die(self, why: str, *, restarts: bool = False) -> Engine:
         engine = self._random.choice(
             [each for each in self._engines if not (restarts and each.marked)]
         )
+        if restarts:
+            # Kubelets report whole seconds, and take more than one to run a container anew.
+            second_after = math.floor(engine.populated_at) + 1
+            poll_until(lambda: time.time() >= second_after, 5, "the next second")
         for number in engine.alive:
             self._story.workers[number].kill()
         self._script.append(f"{engine.pod.name} {why}, {engine.alive} dead")
