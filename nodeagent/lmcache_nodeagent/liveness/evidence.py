@@ -166,10 +166,6 @@ class ConnectionLedger:
         """Return the open links that nobody has spoken over. Thread: zmq-router."""
         return [link for link in self._books.links.values() if link.connection is None]
 
-    def open_links(self) -> int:
-        """Count the open links. Thread: zmq-router."""
-        return len(self._books.links)
-
     def link_closed(
         self, descriptor: int, now: float, *, may_have_been_a_worker: bool
     ) -> Link | None:
