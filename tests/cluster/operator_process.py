@@ -117,7 +117,7 @@ class OperatorProcess:
             assert code is None, f"the operator ended with {code}: {self.log_text()}"
             return False
 
-        poll_until(logged, seconds, f"the operator logs {event}: {self.log_text()}")
+        poll_until(logged, seconds, lambda: f"the operator logs {event}: {self.log_text()}")
         return self
 
     def wait_ended(self, seconds: float = STOP_SECONDS) -> int:
