@@ -15,7 +15,7 @@ import psutil
 _SHARED_MEMORY = Path("/dev/shm")
 _OWN_PREFIXES = ("lmcache-kube.", "lmcache_kv_")
 _LAST_STANDARD_STREAM = 2
-_PATIENCE_SECONDS = 15.0  # threads and processes that were told to end may take a moment
+_PATIENCE_SECONDS = 60.0  # threads and processes that were told to end may take a moment
 _INTERVAL_SECONDS = 0.01
 
 _made_for_us: set[str] = set()  # names in /dev/shm, without a worker's trailing number

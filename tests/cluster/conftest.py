@@ -19,8 +19,6 @@ from tests.cluster.reconcile_world import World
 from tests.cluster.story import Story
 from tests.polling import poll_until
 
-_SERVED_SECONDS = 60.0
-
 
 @pytest.fixture(scope="session")
 def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Generator[ControlPlane]:
@@ -47,12 +45,10 @@ def kind(control_plane: ControlPlane, api: Api) -> str:
     )
     assert answer.returncode == 0, answer.stderr
     path = f"/apis/{GROUP}/{VERSION}"
-    poll_until(lambda: api.request("GET", f"{path}/{PLURAL}").ok, _SERVED_SECONDS, "our kind")
+    poll_until(lambda: api.request("GET", f"{path}/{PLURAL}").ok, "our kind")
     # What kubectl knows of kinds is published a moment later.
     explain = ("explain", f"{PLURAL}.{GROUP}")
-    poll_until(
-        lambda: control_plane.kubectl(*explain).returncode == 0, _SERVED_SECONDS, "its words"
-    )
+    poll_until(lambda: control_plane.kubectl(*explain).returncode == 0, "its words")
     return path
 
 
@@ -63,7 +59,7 @@ def namespace(api: Api, request: pytest.FixtureRequest) -> Generator[str]:
     name = f"{words}-{uuid.uuid4().hex[:6]}"
     assert api.request("POST", "/api/v1/namespaces", {"metadata": {"name": name}}).ok
     account = f"/api/v1/namespaces/{name}/serviceaccounts/default"
-    poll_until(lambda: api.request("GET", account).ok, _SERVED_SECONDS, "a namespace's account")
+    poll_until(lambda: api.request("GET", account).ok, "a namespace's account")
     yield name
     api.request("DELETE", f"/api/v1/namespaces/{name}")
 

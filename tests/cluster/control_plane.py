@@ -30,7 +30,6 @@ from tests.polling import poll_until
 
 CONTEXT = "lmcache-kube-test"
 
-_START_SECONDS = 120.0
 _STOP_SECONDS = 5.0
 _ATTEMPTS = 3  # a free port may be taken by somebody else before it is bound
 
@@ -176,7 +175,7 @@ class ControlPlane:
                     raise ProgramEnded(f"{name} ended with {process.returncode}: {text[-2000:]}")
             return serves()
 
-        poll_until(settled, _START_SECONDS, f"{what} serves; logs are in {self.folder}")
+        poll_until(settled, f"{what} serves; logs are in {self.folder}")
 
     def processes(self) -> dict[str, int]:
         """Return the process id of each program."""

@@ -32,9 +32,7 @@ from lmcache_operator.clock import Now, wall
 from lmcache_operator.cluster import Cluster
 from tests.cluster.control_plane import ControlPlane
 from tests.fakes.link_listener import WritesDown
-
-SOON_SECONDS = 60.0
-"""For what takes a moment: generous, since the machine may be busy."""
+from tests.polling import PATIENCE_SECONDS
 
 _INTERVAL_SECONDS = 0.01
 
@@ -86,7 +84,7 @@ class Link:
             subprotocols=None if subprotocol is None else [Subprotocol(subprotocol)],
             compression=None,
             proxy=None,
-            open_timeout=SOON_SECONDS,
+            open_timeout=PATIENCE_SECONDS,
             close_timeout=2,
         )
 
@@ -143,9 +141,9 @@ async def greet(connection: ClientConnection, boot_id: str = "b1") -> None:
 async def until(predicate: Callable[[], object], what: str) -> None:
     """Wait until something is so, while the loop runs; fail with what was waited for."""
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + SOON_SECONDS
+    deadline = loop.time() + PATIENCE_SECONDS
     while not predicate():
-        assert loop.time() < deadline, f"not within {SOON_SECONDS} s: {what}"
+        assert loop.time() < deadline, f"not within {PATIENCE_SECONDS} s: {what}"
         await asyncio.sleep(_INTERVAL_SECONDS)
 
 

@@ -16,10 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tests.polling import poll_until
+from tests.polling import PATIENCE_SECONDS, poll_until
 
-START_SECONDS = 90.0
-STOP_SECONDS = 60.0
 _OWN_PORTS = (10_000, 32_000)
 
 
@@ -107,7 +105,7 @@ class OperatorProcess:
         """The port for HTTP of the running process."""
         return int(self.wait_for_record("http_listening").records("http_listening")[-1]["port"])
 
-    def wait_for_record(self, event: str, seconds: float = START_SECONDS) -> Self:
+    def wait_for_record(self, event: str) -> Self:
         """Wait until the running process has logged an event; fail if it ends before."""
 
         def logged() -> bool:
@@ -117,21 +115,21 @@ class OperatorProcess:
             assert code is None, f"the operator ended with {code}: {self.log_text()}"
             return False
 
-        poll_until(logged, seconds, lambda: f"the operator logs {event}: {self.log_text()}")
+        poll_until(logged, lambda: f"the operator logs {event}: {self.log_text()}")
         return self
 
-    def wait_ended(self, seconds: float = STOP_SECONDS) -> int:
+    def wait_ended(self) -> int:
         """Wait until it has ended by itself; return the exit status."""
         try:
-            return self.process.wait(seconds)
+            return self.process.wait(PATIENCE_SECONDS)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"it runs after {seconds} s: {self.log_text()}") from None
+            raise AssertionError(f"it still runs: {self.log_text()}") from None
 
     def get(self, path: str) -> tuple[int, str]:
         """Return status and text of an answer over HTTP."""
         url = f"http://127.0.0.1:{self.http_port}{path}"
         try:
-            with urllib.request.urlopen(url, timeout=10) as answer:
+            with urllib.request.urlopen(url, timeout=PATIENCE_SECONDS) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
@@ -161,13 +159,13 @@ class OperatorProcess:
     def kill(self) -> None:
         """SIGKILL, and wait."""
         self.process.kill()
-        self.process.wait(STOP_SECONDS)
+        self.process.wait(PATIENCE_SECONDS)
 
     def stop(self) -> int:
         """SIGTERM, wait, return the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(STOP_SECONDS)
+        return self.process.wait(PATIENCE_SECONDS)
 
     def close(self) -> None:
         """End it if it still runs, and give everything back."""

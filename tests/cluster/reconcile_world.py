@@ -12,11 +12,6 @@ from tests.polling import poll_until
 Json = dict[str, Any]
 
 MERGE = "application/merge-patch+json"
-BACK_SECONDS = 30.0
-"""10 are promised, a busy machine may take more; a pass without a cause comes after 60."""
-
-PATIENCE_SECONDS = 90.0
-"""For what has no promise of its own."""
 
 _PATHS = {
     "ConfigMap": "/api/v1/namespaces/{}/configmaps",
@@ -85,7 +80,6 @@ class World:
         status: str,
         reason: str,
         name: str = "kv",
-        seconds: float = PATIENCE_SECONDS,
     ) -> Json:
         """Wait for a condition; return it."""
 
@@ -95,10 +89,10 @@ class World:
             return found if same else None
 
         try:
-            return poll_until(right, seconds)
+            return poll_until(right)
         except AssertionError:
             raise AssertionError(
-                f"{kind} {status} {reason} not within {seconds} s: {self.server(name)}"
+                f"{kind} {status} {reason} never came: {self.server(name)}"
             ) from None
 
     def get(self, kind: str, name: str, namespace: str = "") -> Json | None:
@@ -111,7 +105,6 @@ class World:
         kind: str,
         name: str,
         holds: Callable[[Json], bool] = bool,
-        seconds: float = PATIENCE_SECONDS,
         namespace: str = "",
     ) -> Json:
         """Wait for an object of which something holds."""
@@ -120,13 +113,11 @@ class World:
             obj = self.get(kind, name, namespace)
             return obj if obj is not None and holds(obj) else None
 
-        return poll_until(found, seconds, f"{kind} {name}")
+        return poll_until(found, f"{kind} {name}")
 
-    def wait_gone(
-        self, kind: str, name: str, seconds: float = PATIENCE_SECONDS, namespace: str = ""
-    ) -> None:
+    def wait_gone(self, kind: str, name: str, namespace: str = "") -> None:
         """Wait until an object is not there."""
-        poll_until(lambda: self.get(kind, name, namespace) is None, seconds, f"{kind} {name} goes")
+        poll_until(lambda: self.get(kind, name, namespace) is None, f"{kind} {name} goes")
 
     def delete(self, kind: str, name: str, namespace: str = "") -> None:
         """Delete an object."""
@@ -173,7 +164,7 @@ class World:
             pods = self.agent_pods(server)
             return pods if len(pods) == count else None
 
-        return poll_until(made, PATIENCE_SECONDS, f"{count} pods of {server}")
+        return poll_until(made, f"{count} pods of {server}")
 
     def report_container(self, pod: Json, state: Json, *, ready: bool = False) -> None:
         """Write a pod's status as a kubelet would; its container is in a state."""

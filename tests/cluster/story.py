@@ -28,8 +28,6 @@ from tests.fakes.agent_process import AgentProcess
 from tests.polling import poll_until
 
 SERVER = "kv"
-SOON_SECONDS = 60.0
-"""For what takes a moment: generous, since the machine may be busy."""
 
 PROOF_ONLY: Mapping[str, Any] = {
     "reapTimeoutSeconds": 300,
@@ -52,10 +50,10 @@ def make_ready(control_plane: ControlPlane, namespace: str) -> None:
     assert done.returncode == 0, done.stderr
     api = control_plane.api
     kind = f"/apis/{GROUP}/{VERSION}/{PLURAL}"
-    poll_until(lambda: api.request("GET", kind).ok, SOON_SECONDS, "our kind")
+    poll_until(lambda: api.request("GET", kind).ok, "our kind")
     assert api.request("POST", "/api/v1/namespaces", {"metadata": {"name": namespace}}).ok
     account = f"/api/v1/namespaces/{namespace}/serviceaccounts/default"
-    poll_until(lambda: api.request("GET", account).ok, SOON_SECONDS, "a namespace's account")
+    poll_until(lambda: api.request("GET", account).ok, "a namespace's account")
 
 
 class Story:
@@ -172,7 +170,7 @@ class Story:
             return bool(effective.get("nodes", 0) == len(self.nodes))
 
         try:
-            poll_until(linked, SOON_SECONDS)
+            poll_until(linked)
         except AssertionError:
             log = self.operator.log_text()[-5000:]
             raise AssertionError(f"agents are not linked: {self.status()}: {log}") from None
@@ -258,25 +256,22 @@ class Story:
         self.wait_annotated(pod, *instance_ids)
         return pod
 
-    def wait_annotated(
-        self, pod: StoryPod, *instance_ids: int, seconds: float = SOON_SECONDS
-    ) -> None:
+    def wait_annotated(self, pod: StoryPod, *instance_ids: int) -> None:
         """Wait until a pod is annotated with exactly these ids: the operator has mapped them."""
         wanted = sorted(instance_ids)
         poll_until(
             lambda: pod.annotated_ids() == wanted,
-            seconds,
             f"{pod.name} annotated with {wanted}, not {pod.annotated_ids()}",
         )
 
     # What comes of it
 
     def wait_released(
-        self, *instance_ids: int, node: StoryNode | None = None, seconds: float = SOON_SECONDS
+        self, *instance_ids: int, node: StoryNode | None = None
     ) -> dict[int, dict[str, Any]]:
         """Wait until these are gone, memory and all; return their entries in the journal."""
         agent = (node or self.node).agent
-        reaps = {each: agent.wait_reaped(each, seconds) for each in instance_ids}
+        reaps = {each: agent.wait_reaped(each) for each in instance_ids}
         left = [agent.instances().get(each) for each in instance_ids]
         assert not any(left), left
         return reaps
@@ -285,7 +280,7 @@ class Story:
         """Wait until the agent knows these, as after its restart."""
         agent = (node or self.node).agent
         wanted = set(instance_ids)
-        poll_until(lambda: wanted <= set(agent.instances()), SOON_SECONDS, f"{wanted} registered")
+        poll_until(lambda: wanted <= set(agent.instances()), f"{wanted} registered")
 
     def wait_rhythm(self, *instance_ids: int, node: StoryNode | None = None) -> None:
         """Wait until the agent knows how often these ping: hints are confirmed by that as well."""
@@ -296,7 +291,7 @@ class Story:
             words = [" ".join(shown[each]["evidence"]) for each in instance_ids]
             return all("pings every" in each for each in words)
 
-        poll_until(known, SOON_SECONDS, f"the rhythm of {instance_ids}")
+        poll_until(known, f"the rhythm of {instance_ids}")
 
     def assert_live(self, *instance_ids: int, node: StoryNode | None = None) -> None:
         """Check that these are registered and were never reaped."""
@@ -324,25 +319,21 @@ class Story:
         """Return the Events of this namespace with one of these reasons."""
         return read_events(self.api, self.namespace, reasons)
 
-    def wait_events(
-        self, reason: str, count: int, seconds: float = SOON_SECONDS
-    ) -> list[KubeEvent]:
+    def wait_events(self, reason: str, count: int) -> list[KubeEvent]:
         """Wait until there are at least so many Events of one reason."""
 
         def enough() -> list[KubeEvent] | None:
             found = self.events(reason)
             return found if len(found) >= count else None
 
-        return poll_until(enough, seconds, f"{count} Events {reason}: {self.events(reason)}")
+        return poll_until(enough, f"{count} Events {reason}: {self.events(reason)}")
 
     def condition(self, kind: str) -> dict[str, Any]:
         """Return one condition of the server, empty if it is not there."""
         conditions: list[dict[str, Any]] = self.status().get("conditions", [])
         return next((each for each in conditions if each["type"] == kind), {})
 
-    def wait_status(
-        self, is_so: Callable[[dict[str, Any]], bool], what: str, seconds: float = SOON_SECONDS
-    ) -> dict[str, Any]:
+    def wait_status(self, is_so: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
         """Wait until the server's status is so; return it."""
 
         def found() -> dict[str, Any] | None:
@@ -350,9 +341,9 @@ class Story:
             return status if status and is_so(status) else None
 
         try:
-            return poll_until(found, seconds)
+            return poll_until(found)
         except AssertionError:
-            raise AssertionError(f"not within {seconds} s: {what}: {self.status()}") from None
+            raise AssertionError(f"{what} never came: {self.status()}") from None
 
     def __enter__(self) -> Self:
         return self

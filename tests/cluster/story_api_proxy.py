@@ -19,8 +19,8 @@ import aiohttp
 from aiohttp import web
 
 from tests.cluster.control_plane import ControlPlane
+from tests.polling import PATIENCE_SECONDS
 
-_START_SECONDS = 10.0
 _GONE = {
     "kind": "Status",
     "apiVersion": "v1",
@@ -123,7 +123,7 @@ class ApiProxy:
             done.set()
 
         self._loop.call_soon_threadsafe(act)
-        assert done.wait(_START_SECONDS)
+        assert done.wait(PATIENCE_SECONDS)
 
     def _cut(self) -> None:
         for task in self._handling:
@@ -170,7 +170,7 @@ class ApiProxy:
 
         What is left once nobody is connected is the pipe that the loop wakes itself by.
         """
-        deadline = time.monotonic() + _START_SECONDS
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while len(self._selector.get_map()) > 1 and time.monotonic() < deadline:  # noqa: ASYNC110  # no event tells
             await asyncio.sleep(0.01)
 
@@ -221,7 +221,7 @@ class ApiProxy:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        assert self._served.wait(_START_SECONDS), "the proxy does not serve"
+        assert self._served.wait(PATIENCE_SECONDS), "the proxy does not serve"
         return self
 
     def __exit__(
@@ -231,7 +231,7 @@ class ApiProxy:
         traceback: TracebackType | None,
     ) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(_START_SECONDS)
+        self._thread.join(PATIENCE_SECONDS)
 
 
 async def _gone(request: web.BaseRequest, manner: Manner) -> web.StreamResponse:

@@ -15,7 +15,6 @@ from tests.cluster.story_pods import StoryPod
 from tests.polling import poll_until
 
 FEWEST_ENGINES, MOST_ENGINES = 3, 6
-CONVERGES_SECONDS = 60.0
 _LOG_CHARACTERS = 4000
 
 
@@ -69,7 +68,7 @@ class Chaos:
         self._random.shuffle(bring_up)
         for action in bring_up:
             action()
-        self._story.operator.wait_for_record("operator_acts", 60)
+        self._story.operator.wait_for_record("operator_acts")
         return self._converge()
 
     def _take_down(self) -> list[Callable[[], object]]:
@@ -127,7 +126,7 @@ class Chaos:
         if restarts:
             # Kubelets report whole seconds, and take more than one to run a container anew.
             second_after = math.floor(engine.populated_at) + 1
-            poll_until(lambda: time.time() >= second_after, 5, "the next second")
+            poll_until(lambda: time.time() >= second_after, "the next second")
         for number in engine.alive:
             self._story.workers[number].kill()
         self._script.append(f"{engine.pod.name} {why}, {engine.alive} dead")
@@ -183,7 +182,7 @@ class Chaos:
             return not problem
 
         try:
-            poll_until(converged, CONVERGES_SECONDS)
+            poll_until(converged)
         except AssertionError:
             script = "\n  ".join(self._script)
             raise AssertionError(f"{waits[-1]}, after:\n  {script}\n{self._logs()}") from None

@@ -20,7 +20,6 @@ from tests.fakes.agent_process import AgentProcess
 from tests.fakes.pods import Json, container_status, running
 from tests.polling import poll_until
 
-AGENT_SECONDS = 90.0
 _OURS = ("port", "http-port", "l1-size-gb", "log-format", "http-host")
 _NO_KUBELET = ("device-plugin-resource", "slots-folder", "slot-shared-memory-bytes", "shm-name")
 """A story tells of pods by the API server; none has a kubelet that would mount anything."""
@@ -67,7 +66,7 @@ class StoryNode:
     def start_agent(self) -> AgentProcess:
         """Start the agent as its pod says; first wait for the pod if there is none yet."""
         if not self._pod:
-            self._pod = poll_until(self._unbound_pod, AGENT_SECONDS, f"a pod for {self.name}")
+            self._pod = poll_until(self._unbound_pod, f"a pod for {self.name}")
             self._bind()
             self._volumes = PodVolumes(self._api, self._pod, self._folder / "volumes")
         self.mount()

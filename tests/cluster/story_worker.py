@@ -19,6 +19,7 @@ from typing import Self
 from lmcache_worker.wire import NoReply, RequestRefused
 from tests.fakes.worker_process import Worker
 from tests.leaks import made_for_us
+from tests.polling import PATIENCE_SECONDS
 
 PING_SECONDS = 0.5
 _NEVER = 3600.0
@@ -81,7 +82,7 @@ class LivingWorker:
         """SIGKILL, wait, and remove the names of its memory, which nobody else will."""
         if self._process.poll() is None:
             self.signal(signal.SIGKILL)
-        self._process.wait(10)
+        self._process.wait(PATIENCE_SECONDS)
         for file in _SHARED_MEMORY.glob(f"lmcache_kv_{self.pid}_*"):
             file.unlink(missing_ok=True)
 

@@ -9,12 +9,8 @@ import pytest
 
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.operator_process import OperatorProcess
-from tests.cluster.story import SOON_SECONDS, Story
+from tests.cluster.story import Story
 from tests.polling import poll_until
-
-TAKEOVER_SECONDS = 60.0
-FIVE_SECONDS = 45.0
-"""Five are promised once both are up; a busy machine may take more. What it took is printed."""
 
 
 def connection(operator: OperatorProcess, boot_id: str) -> dict[str, Any] | None:
@@ -31,7 +27,7 @@ def wait_connected(operator: OperatorProcess, story: Story) -> dict[str, Any]:
         return connection(operator, story.agent.boot_id)
 
     try:
-        return poll_until(connected, FIVE_SECONDS)
+        return poll_until(connected)
     except AssertionError:
         said = story.agent.status()["operator_link"], operator.records("agent_refused")
         raise AssertionError(f"not connected: {said}") from None
@@ -81,9 +77,7 @@ def test_they_find_each_other_again(story: Story, first: str, *, kill: bool) -> 
     began = time.monotonic()
     wait_connected(story.operator, story)
     met = time.monotonic() - began
-    poll_until(
-        lambda: set(story.agent.instances()) == {1, 2}, SOON_SECONDS, "workers register again"
-    )
+    poll_until(lambda: set(story.agent.instances()) == {1, 2}, "workers register again")
     wait_counted(story, 2)
     story.wait_annotated(pod, 1, 2)
     whole = time.monotonic() - began
@@ -97,14 +91,13 @@ def test_an_agent_whose_pod_is_gone_is_not_heard(story: Story) -> None:
     assert story.api.request("DELETE", path, {"gracePeriodSeconds": 0}).ok
     story.operator.stop()
     story.operator.start()
-    poll_until(lambda: story.operator.records("agent_refused"), SOON_SECONDS, "a refusal")
+    poll_until(lambda: story.operator.records("agent_refused"), "a refusal")
     (record, *_) = story.operator.records("agent_refused")
     assert record["reason"] in {"no_such_pod", "token_refused"}
     assert story.operator.metric("streams_refused_total", reason=record["reason"]) >= 1
     assert connection(story.operator, story.agent.boot_id) is None
     poll_until(
         lambda: "unauthorized" in str(story.agent.status()["operator_link"]),
-        SOON_SECONDS,
         "the agent shows why",
     )
 
@@ -125,7 +118,7 @@ def test_a_second_operator_takes_over(story: Story, control_plane: ControlPlane)
         generation = daemon_set(story)["generation"]
         story.operator.kill()
         began = time.monotonic()
-        second.wait_for_record("operator_acts", TAKEOVER_SECONDS)
+        second.wait_for_record("operator_acts")
         took = time.monotonic() - began
         assert second.get("/readyz")[0] == 200
         wait_connected(second, story)

@@ -31,7 +31,6 @@ from lmcache_operator.agents.server import LinkSettings
 from tests.cluster.agent_tokens import AgentObjects, AgentPod
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.operator_link import (
-    SOON_SECONDS,
     Link,
     SilentAgent,
     answer_to,
@@ -41,6 +40,7 @@ from tests.cluster.operator_link import (
     say,
     until,
 )
+from tests.polling import PATIENCE_SECONDS
 
 HELLO = encode(Hello(boot_id="b1", release="test"))
 PATIENT = 3_600.0
@@ -78,7 +78,7 @@ async def session_of(link: Link, pod: AgentPod) -> AgentSession:
 async def closed(stream: ClientConnection) -> tuple[int | None, str | None]:
     """Read until the stream is closed; return code and reason."""
     with suppress(ConnectionClosed):
-        async with asyncio.timeout(SOON_SECONDS):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while True:
                 await stream.recv()
     return stream.close_code, stream.close_reason

@@ -24,7 +24,7 @@ def test_what_is_owned_goes_with_its_owner(api: Api, namespace: str) -> None:
     metadata = {"name": "owned", "ownerReferences": [reference]}
     assert api.request("POST", maps, {"metadata": metadata}).ok
     assert api.request("DELETE", f"{maps}/owner").ok
-    poll_until(lambda: api.request("GET", f"{maps}/owned").status == 404, 15, "owned object goes")
+    poll_until(lambda: api.request("GET", f"{maps}/owned").status == 404, "owned object goes")
 
 
 def test_a_pod_is_an_object_whose_status_a_test_may_write(api: Api, namespace: str) -> None:

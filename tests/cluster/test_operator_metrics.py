@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tests.cluster.story import PROOF_ONLY, SOON_SECONDS, Story
+from tests.cluster.story import PROOF_ONLY, Story
 from tests.polling import poll_until
 
 
@@ -35,6 +35,5 @@ def test_every_metric_says_in_words_what_it_is(story: Story) -> None:
 def _wait_unmapped(story: Story, reason: str, count: int) -> None:
     poll_until(
         lambda: story.operator.metric("instances_unmapped", reason=reason) == count,
-        SOON_SECONDS,
         f"{count} unmapped ({reason})",
     )

@@ -15,7 +15,6 @@ from tests.cluster.watched_pods import WatchedPods
 from tests.fakes.pods import LOST
 from tests.polling import poll_until
 
-SOON = 15.0
 LABELS = {"lmcache-kube.dev/server": "kv"}
 SELECTOR = "lmcache-kube.dev/server=kv"
 
@@ -34,7 +33,7 @@ def make(api: Api, namespace: str, name: str, *, runs: bool = True, **labels: st
 def watched(control_plane: ControlPlane, namespace: str) -> Generator[WatchedPods]:
     """The workers of this test's namespace, watched."""
     with WatchedPods(control_plane.kubeconfig, [Selection(namespace, SELECTOR)]) as watched:
-        poll_until(watched.is_current, SOON, "the first list")
+        poll_until(watched.is_current, "the first list")
         yield watched
 
 
@@ -42,7 +41,7 @@ def test_pods_come_and_change(api: Api, namespace: str, watched: WatchedPods) ->
     """Whatever matters of a status is there moments later; other pods are not seen."""
     StoryPod(api, namespace, "other", node="n1", addresses=["10.1.0.9"], labels={"app": "x"})
     pod = make(api, namespace, "w")
-    poll_until(lambda: (p := watched.pod(pod.uid)) and p.addresses, SOON, "its address")
+    poll_until(lambda: (p := watched.pod(pod.uid)) and p.addresses, "its address")
     found = watched.pod(pod.uid)
     assert found is not None
     assert (found.node, found.phase, found.addresses) == (
@@ -61,16 +60,16 @@ def test_everything_is_listed_in_pages(
     uids = {make(api, namespace, f"w{n}", runs=False).uid for n in range(7)}
     selection = Selection(namespace, SELECTOR)
     with WatchedPods(control_plane.kubeconfig, [selection], page=3) as watched:
-        poll_until(watched.is_current, SOON, "the list")
+        poll_until(watched.is_current, "the list")
         assert watched.uids() == uids
 
 
 def test_a_forced_deletion(api: Api, namespace: str, watched: WatchedPods) -> None:
     """The pod was seen running, and now there is none of its name."""
     pod = make(api, namespace, "w")
-    poll_until(lambda: (p := watched.pod(pod.uid)) and p.phase == "Running", SOON)
+    poll_until(lambda: (p := watched.pod(pod.uid)) and p.phase == "Running")
     pod.delete(grace_seconds=0)
-    (absence,) = poll_until(lambda: watched.told_absent(pod.uid), SOON, "its absence")
+    (absence,) = poll_until(lambda: watched.told_absent(pod.uid), "its absence")
     assert absence.live is None
     assert absence.last_seen.containers[ENGINE].running_since is not None
     assert watched.uids() == set()
@@ -80,12 +79,12 @@ def test_a_graceful_deletion(api: Api, namespace: str, watched: WatchedPods) -> 
     """A mark at once, the end when the kubelet reports it, and only then the pod goes."""
     pod = make(api, namespace, "w")
     pod.delete()
-    poll_until(lambda: (p := watched.pod(pod.uid)) and p.deleting, SOON, "the mark")
+    poll_until(lambda: (p := watched.pod(pod.uid)) and p.deleting, "the mark")
     assert not watched.missing
     pod.end(phase="Failed")
-    poll_until(lambda: (p := watched.pod(pod.uid)) and is_proven_ended(p), SOON, "the end")
+    poll_until(lambda: (p := watched.pod(pod.uid)) and is_proven_ended(p), "the end")
     pod.delete(grace_seconds=0)
-    (absence,) = poll_until(lambda: watched.told_absent(pod.uid), SOON, "its absence")
+    (absence,) = poll_until(lambda: watched.told_absent(pod.uid), "its absence")
     assert is_proven_ended(absence.last_seen)
 
 
@@ -97,7 +96,7 @@ def test_a_finished_pod_goes_at_once(
     pod = make(api, namespace, "w")
     pod.end(phase=phase)
     pod.delete()
-    (absence,) = poll_until(lambda: watched.told_absent(pod.uid), SOON, "its absence")
+    (absence,) = poll_until(lambda: watched.told_absent(pod.uid), "its absence")
     assert is_proven_ended(absence.last_seen)
 
 
@@ -109,31 +108,31 @@ def test_a_pod_that_no_node_has_goes_at_once(
     spec = {"containers": [{"name": "engine", "image": "none"}]}
     body = {"metadata": {"name": "w", "labels": LABELS}, "spec": spec}
     uid = api.request("POST", path, body).body["metadata"]["uid"]
-    poll_until(lambda: watched.pod(uid), SOON)
+    poll_until(lambda: watched.pod(uid))
     assert api.request("DELETE", f"{path}/w").ok
-    poll_until(lambda: watched.told_absent(uid), SOON, "its absence")
+    poll_until(lambda: watched.told_absent(uid), "its absence")
 
 
 def test_a_label_is_edited(api: Api, namespace: str, watched: WatchedPods) -> None:
     """The pod leaves the selection and runs on; when the label is back, so is the pod."""
     pod = make(api, namespace, "w")
-    poll_until(lambda: (p := watched.pod(pod.uid)) and p.phase == "Running", SOON)
+    poll_until(lambda: (p := watched.pod(pod.uid)) and p.phase == "Running")
     pod.relabel(**dict.fromkeys(LABELS))
-    (absence,) = poll_until(lambda: watched.told_absent(pod.uid), SOON, "that it left")
+    (absence,) = poll_until(lambda: watched.told_absent(pod.uid), "that it left")
     assert absence.live is not None
     assert (absence.live.uid, absence.live.is_terminal) == (pod.uid, False)
     pod.relabel(**LABELS)
-    poll_until(lambda: watched.pod(pod.uid), SOON, "that it is back")
+    poll_until(lambda: watched.pod(pod.uid), "that it is back")
 
 
 def test_another_pod_of_the_same_name(api: Api, namespace: str, watched: WatchedPods) -> None:
     """The old one is absent whatever the new one does."""
     old = make(api, namespace, "w")
-    poll_until(lambda: watched.pod(old.uid), SOON)
+    poll_until(lambda: watched.pod(old.uid))
     old.delete(grace_seconds=0)
     new = make(api, namespace, "w")
-    poll_until(lambda: watched.told_absent(old.uid), SOON, "the old one's absence")
-    poll_until(lambda: (p := watched.pod(new.uid)) and p.phase == "Running", SOON)
+    poll_until(lambda: watched.told_absent(old.uid), "the old one's absence")
+    poll_until(lambda: (p := watched.pod(new.uid)) and p.phase == "Running")
     assert watched.told_absent(new.uid) == []
 
 
@@ -146,9 +145,7 @@ def test_statuses_that_prove_nothing(api: Api, namespace: str, watched: WatchedP
     unready = make(api, namespace, "unready")
     unready.write(ready=False)
     uids = [evicted.uid, lost.uid]
-    poll_until(
-        lambda: all((p := watched.pod(uid)) and p.is_terminal for uid in uids), SOON, "their end"
-    )
+    poll_until(lambda: all((p := watched.pod(uid)) and p.is_terminal for uid in uids), "their end")
     assert not any(is_proven_ended(p) for uid in uids if (p := watched.pod(uid)))
     assert not watched.missing
 
@@ -160,17 +157,15 @@ def test_a_namespace_is_deleted(api: Api, namespace: str, control_plane: Control
     pod = make(api, doomed, "w")
     selections = [Selection(namespace, SELECTOR), Selection(doomed, SELECTOR)]
     with WatchedPods(control_plane.kubeconfig, selections) as watched:
-        poll_until(watched.is_current, SOON, "the lists")
+        poll_until(watched.is_current, "the lists")
         assert api.request("DELETE", f"/api/v1/namespaces/{doomed}").ok
-        poll_until(lambda: (p := watched.pod(pod.uid)) and p.deleting, SOON, "the mark")
+        poll_until(lambda: (p := watched.pod(pod.uid)) and p.deleting, "the mark")
         pod.delete(grace_seconds=0)
-        (absence,) = poll_until(lambda: watched.told_absent(pod.uid), SOON, "its absence")
+        (absence,) = poll_until(lambda: watched.told_absent(pod.uid), "its absence")
         assert absence.live is None
-        poll_until(
-            lambda: not api.request("GET", f"/api/v1/namespaces/{doomed}").ok, 3 * SOON, "its end"
-        )
+        poll_until(lambda: not api.request("GET", f"/api/v1/namespaces/{doomed}").ok, "its end")
         other = make(api, namespace, "w")
-        poll_until(lambda: watched.pod(other.uid), SOON, "the other namespace's pod")
+        poll_until(lambda: watched.pod(other.uid), "the other namespace's pod")
         assert watched.is_settled()
 
 
@@ -179,10 +174,10 @@ def test_selections_are_exchanged_while_it_runs(
 ) -> None:
     """A selection that nobody wants is forgotten without a word."""
     pod = make(api, namespace, "w", role="decode")
-    poll_until(lambda: watched.pod(pod.uid), SOON)
+    poll_until(lambda: watched.pod(pod.uid))
     narrow = Selection(namespace, f"{SELECTOR},role in (decode)")
     watched.do(lambda: watched.watch.select([narrow]))
-    poll_until(lambda: watched.do(lambda: watched.watch.is_current(narrow)), SOON, "the other one")
+    poll_until(lambda: watched.do(lambda: watched.watch.is_current(narrow)), "the other one")
     assert watched.do(watched.watch.tracked) == 1
     assert not watched.missing
 
@@ -193,7 +188,7 @@ def test_a_selector_that_the_api_server_refuses(
     """Nothing is known of it, nothing hangs on it, and it is asked for rarely."""
     selections = [Selection(namespace, "not a selector"), Selection(namespace, SELECTOR)]
     with WatchedPods(control_plane.kubeconfig, selections) as watched:
-        poll_until(watched.is_settled, SOON, "the refusal")
+        poll_until(watched.is_settled, "the refusal")
         assert not watched.is_current()
 
 
@@ -223,17 +218,17 @@ def test_rights_go_before_the_last_pods_of_a_namespace(
     pod = make(api, doomed, "w")
     selections = [Selection(namespace, SELECTOR), Selection(doomed, SELECTOR)]
     with WatchedPods(control_plane.user_kubeconfig(user, user), selections) as watched:
-        poll_until(watched.is_current, SOON, "the lists")
+        poll_until(watched.is_current, "the lists")
         assert api.request("DELETE", f"/api/v1/namespaces/{doomed}").ok
         # Kubernetes before 1.33 deletes what is in a namespace in any order; this one, pods first.
         binding = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{doomed}/rolebindings/pods"
         assert api.request("DELETE", binding).ok
-        poll_until(lambda: (p := watched.pod(pod.uid)) and p.deleting, SOON, "the mark")
+        poll_until(lambda: (p := watched.pod(pod.uid)) and p.deleting, "the mark")
         pod.delete(grace_seconds=0)
-        (absence,) = poll_until(lambda: watched.told_absent(pod.uid), SOON, "its absence")
+        (absence,) = poll_until(lambda: watched.told_absent(pod.uid), "its absence")
         assert absence.live is None
         other = make(api, namespace, "w")
-        poll_until(lambda: watched.pod(other.uid), SOON, "the other namespace's pod")
+        poll_until(lambda: watched.pod(other.uid), "the other namespace's pod")
 
 
 def test_a_namespace_that_we_may_not_read(
@@ -247,11 +242,11 @@ def test_a_namespace_that_we_may_not_read(
     pod, hidden = make(api, namespace, "w"), make(api, closed, "w")
     selections = [Selection(namespace, SELECTOR), Selection(closed, SELECTOR)]
     with WatchedPods(control_plane.user_kubeconfig(user, user), selections) as watched:
-        poll_until(watched.is_settled, SOON, "a list and a refusal")
+        poll_until(watched.is_settled, "a list and a refusal")
         assert not watched.is_current()
         assert watched.uids() == {pod.uid}
         may_read_pods(api, closed, user)
-        poll_until(lambda: watched.uids() == {pod.uid, hidden.uid}, 2 * SOON, "the hidden one")
+        poll_until(lambda: watched.uids() == {pod.uid, hidden.uid}, "the hidden one")
     api.request("DELETE", f"/api/v1/namespaces/{closed}")
 
 
@@ -262,6 +257,6 @@ def test_more_selections_than_a_connection_pool_has(
     selections = [Selection(namespace, f"{SELECTOR},shard={n}") for n in range(110)]
     pod = make(api, namespace, "w", shard="105")
     with WatchedPods(control_plane.kubeconfig, selections) as watched:
-        poll_until(watched.is_current, 3 * SOON, "all lists")
+        poll_until(watched.is_current, "all lists")
         pod.delete(grace_seconds=0)
-        poll_until(lambda: watched.told_absent(pod.uid), SOON, "its absence")
+        poll_until(lambda: watched.told_absent(pod.uid), "its absence")

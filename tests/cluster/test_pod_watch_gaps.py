@@ -16,9 +16,7 @@ from tests.cluster.control_plane import ControlPlane
 from tests.cluster.story_api_proxy import ApiProxy, Manner
 from tests.cluster.test_pod_watch import SELECTOR, make
 from tests.cluster.watched_pods import WatchedPods
-from tests.polling import poll_until
-
-SOON = 15.0
+from tests.polling import PATIENCE_SECONDS, poll_until
 
 
 class StaleProxy(ApiProxy):
@@ -41,7 +39,7 @@ def proxy(control_plane: ControlPlane, tmp_path: Path) -> Generator[StaleProxy]:
 def watched(proxy: StaleProxy, namespace: str) -> Generator[WatchedPods]:
     """The workers of this test's namespace, watched through the proxy."""
     with WatchedPods(proxy.kubeconfig, [Selection(namespace, SELECTOR)]) as watched:
-        poll_until(watched.is_current, SOON, "the first list")
+        poll_until(watched.is_current, "the first list")
         yield watched
 
 
@@ -58,7 +56,7 @@ def test_history_is_gone(
     """One more list; what it lacks is asked for, and a name that is in use again is no excuse."""
     deleted, replaced, kept = (make(api, namespace, name) for name in ("p1", "p2", "p3"))
     known = {deleted.uid, replaced.uid, kept.uid}
-    poll_until(lambda: watched.uids() == known, SOON)
+    poll_until(lambda: watched.uids() == known)
     listed = lists(proxy)
 
     proxy.refuse()
@@ -67,12 +65,12 @@ def test_history_is_gone(
     successor = make(api, namespace, "p2")
     proxy.manner = manner
     proxy.serve()
-    poll_until(lambda: watched.counts("history_gone"), SOON, "that history is gone")
+    poll_until(lambda: watched.counts("history_gone"), "that history is gone")
     proxy.manner = None
 
-    poll_until(lambda: watched.uids() == {kept.uid, successor.uid}, SOON, "the list")
-    (first,) = poll_until(lambda: watched.told_absent(deleted.uid), SOON)
-    (second,) = poll_until(lambda: watched.told_absent(replaced.uid), SOON)
+    poll_until(lambda: watched.uids() == {kept.uid, successor.uid}, "the list")
+    (first,) = poll_until(lambda: watched.told_absent(deleted.uid))
+    (second,) = poll_until(lambda: watched.told_absent(replaced.uid))
     assert first.live is None
     assert second.live is not None
     assert second.live.uid == successor.uid
@@ -88,7 +86,7 @@ def test_history_that_is_always_gone_makes_no_hot_loop(
     since = time.monotonic()
     proxy.manner = manner
     proxy.cut()
-    poll_until(lambda: watched.counts("history_gone") >= 3, 30.0, "the third time")
+    poll_until(lambda: watched.counts("history_gone") >= 3, "the third time")
     assert lists(proxy, since=since) <= 3
     assert sum(call.is_watch for call in proxy.calls(since=since)) <= 4
 
@@ -103,17 +101,17 @@ def test_a_cut_shorter_than_history(
 ) -> None:
     """The watch goes on where it was, without a list, and tells the deletion."""
     pod = make(api, namespace, "w")
-    poll_until(lambda: watched.pod(pod.uid), SOON)
+    poll_until(lambda: watched.pod(pod.uid))
     listed = lists(proxy)
     if silent:
         proxy.hold()
     else:
         proxy.refuse()
-        poll_until(lambda: not watched.is_current(), SOON, "that it is cut")
+        poll_until(lambda: not watched.is_current(), "that it is cut")
     pod.delete(grace_seconds=0)
     proxy.serve()
-    poll_until(lambda: watched.told_absent(pod.uid), SOON, "the deletion")
-    poll_until(watched.is_current, SOON)
+    poll_until(lambda: watched.told_absent(pod.uid), "the deletion")
+    poll_until(watched.is_current)
     assert lists(proxy) == listed
 
 
@@ -122,14 +120,14 @@ def test_a_pod_is_not_given_up_while_nobody_can_say(
 ) -> None:
     """The list said it is missing, and the question what became of it has no answer yet."""
     pod = make(api, namespace, "w")
-    seen = poll_until(lambda: watched.pod(pod.uid), SOON)
+    seen = poll_until(lambda: watched.pod(pod.uid))
     proxy.refuse()
     selection = Selection(namespace, SELECTOR)
     watched.do(lambda: watched.watch.check_absence(selection, seen))
-    poll_until(lambda: watched.counts("absence_unanswered") >= 2, SOON, "that it asks again")
+    poll_until(lambda: watched.counts("absence_unanswered") >= 2, "that it asks again")
     assert not watched.absences
     proxy.serve()
-    (absence,) = poll_until(lambda: watched.told_absent(pod.uid), SOON, "the answer")
+    (absence,) = poll_until(lambda: watched.told_absent(pod.uid), "the answer")
     assert absence.live is not None
     assert absence.live.uid == pod.uid
 
@@ -146,16 +144,16 @@ def test_the_api_server_starts_anew(own_plane: ControlPlane) -> None:
     namespace = "default"
     pod, kept = (make(own_plane.api, namespace, name) for name in ("w", "kept"))
     with WatchedPods(own_plane.kubeconfig, [Selection(namespace, SELECTOR)]) as watched:
-        poll_until(lambda: watched.uids() == {pod.uid, kept.uid}, SOON)
+        poll_until(lambda: watched.uids() == {pod.uid, kept.uid})
         server = own_plane._processes["kube-apiserver"]
         program, *flags = psutil.Process(server.pid).cmdline()
         server.kill()
-        server.wait(SOON)
+        server.wait(PATIENCE_SECONDS)
         own_plane.start_program("kube-apiserver", program, *flags)
-        poll_until(lambda: _answers(own_plane.api), 2 * SOON, "the API server")
+        poll_until(lambda: _answers(own_plane.api), "the API server")
         pod.delete(grace_seconds=0)
-        poll_until(lambda: watched.told_absent(pod.uid), SOON, "its absence")
-        poll_until(watched.is_current, SOON)
+        poll_until(lambda: watched.told_absent(pod.uid), "its absence")
+        poll_until(watched.is_current)
         assert watched.uids() == {kept.uid}
         assert watched.counts("list") <= 3
 

@@ -10,7 +10,7 @@ import pytest
 from tests.cluster.api import Api
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.operator_process import OperatorProcess
-from tests.cluster.reconcile_world import BACK_SECONDS, World
+from tests.cluster.reconcile_world import World
 
 OWNED = (
     ("ServiceAccount", "kv"),
@@ -54,7 +54,7 @@ def test_everything_goes_while_the_operator_is_stopped(
     assert operator.stop() == 0
     world.delete_server()
     for owned in OWNED:
-        world.wait_gone(*owned, GONE_SECONDS)
+        world.wait_gone(*owned)
     assert world.server().get("code") == 404
 
 
@@ -66,14 +66,14 @@ def test_another_namespace_is_tidied_up(
     world.wait("ConfigMap", "kv-connection", namespace=elsewhere)
     assert world.get("ConfigMap", "kv-connection") is None
     world.delete_server()
-    world.wait_gone("ConfigMap", "kv-connection", BACK_SECONDS, namespace=elsewhere)
+    world.wait_gone("ConfigMap", "kv-connection", namespace=elsewhere)
 
     world.apply(workers={"namespaces": [elsewhere]})
     world.wait("ConfigMap", "kv-connection", namespace=elsewhere)
     operator.kill()
     world.delete_server()
     operator.start()
-    world.wait_gone("ConfigMap", "kv-connection", GONE_SECONDS, namespace=elsewhere)
+    world.wait_gone("ConfigMap", "kv-connection", namespace=elsewhere)
 
 
 @pytest.mark.usefixtures("operator")
@@ -88,11 +88,10 @@ def test_workers_that_move_take_their_connection_along(world: World, elsewhere: 
         "ConfigMap",
         "kv-connection",
         lambda obj: obj["metadata"]["uid"] != before["metadata"]["uid"],
-        BACK_SECONDS,
         namespace=elsewhere,
     )
     world.patch_server({"spec": {"workers": {"namespaces": [world.namespace]}}})
-    world.wait_gone("ConfigMap", "kv-connection", BACK_SECONDS, namespace=elsewhere)
+    world.wait_gone("ConfigMap", "kv-connection", namespace=elsewhere)
     world.wait("ConfigMap", "kv-connection")
 
 
@@ -117,7 +116,7 @@ def test_servers_of_one_name_in_two_namespaces(
     uids = {each: other.wait(*each)["metadata"]["uid"] for each in OWNED}
     world.delete_server()
     for owned in OWNED:
-        world.wait_gone(*owned, GONE_SECONDS)
+        world.wait_gone(*owned)
     for owned, uid in uids.items():
         assert other.wait(*owned)["metadata"]["uid"] == uid
 
@@ -133,6 +132,5 @@ def test_a_server_that_is_made_again_gets_objects_of_its_own(world: World) -> No
         world.wait(
             *owned,
             lambda obj: [o["uid"] for o in obj["metadata"]["ownerReferences"]] == [uid],
-            GONE_SECONDS,
         )
     assert before

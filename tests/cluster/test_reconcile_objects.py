@@ -8,7 +8,7 @@ import pytest
 
 from lmcache_nodeagent.operator_link.messages import TOKEN_AUDIENCE
 from tests.cluster.operator_process import OperatorProcess
-from tests.cluster.reconcile_world import BACK_SECONDS, Json, World
+from tests.cluster.reconcile_world import Json, World
 
 OWNED = (
     ("ServiceAccount", "kv"),
@@ -99,7 +99,7 @@ def test_what_is_deleted_is_back(served: World, owned: tuple[str, str]) -> None:
     kind, name = owned
     uid = served.wait(kind, name)["metadata"]["uid"]
     served.delete(kind, name)
-    served.wait(kind, name, lambda obj: obj["metadata"]["uid"] != uid, BACK_SECONDS)
+    served.wait(kind, name, lambda obj: obj["metadata"]["uid"] != uid)
 
 
 def test_what_is_edited_is_as_it_was(served: World) -> None:
@@ -116,14 +116,10 @@ def test_what_is_edited_is_as_it_was(served: World) -> None:
         args: list[str] = obj["spec"]["template"]["spec"]["containers"][0]["args"]
         return "--host=*" in args
 
-    served.wait(
-        "Service", "kv", lambda obj: obj["spec"]["internalTrafficPolicy"] == "Local", BACK_SECONDS
-    )
-    served.wait(
-        "ConfigMap", "kv-reaping", lambda obj: obj["data"]["reaping.json"] != "{}", BACK_SECONDS
-    )
-    served.wait("ServiceAccount", "kv", lambda obj: "labels" in obj["metadata"], BACK_SECONDS)
-    served.wait("DaemonSet", "kv", again, BACK_SECONDS)
+    served.wait("Service", "kv", lambda obj: obj["spec"]["internalTrafficPolicy"] == "Local")
+    served.wait("ConfigMap", "kv-reaping", lambda obj: obj["data"]["reaping.json"] != "{}")
+    served.wait("ServiceAccount", "kv", lambda obj: "labels" in obj["metadata"])
+    served.wait("DaemonSet", "kv", again)
 
 
 def test_an_edit_of_the_reaping_touches_no_pod(served: World) -> None:
@@ -137,12 +133,11 @@ def test_an_edit_of_the_reaping_touches_no_pod(served: World) -> None:
         found = json.loads(obj["data"]["reaping.json"])
         return bool(found["worker-reap-timeout-seconds"] == 60)
 
-    served.wait("ConfigMap", "kv-reaping", settings, BACK_SECONDS)
+    served.wait("ConfigMap", "kv-reaping", settings)
     served.wait(
         "ConfigMap",
         "kv-connection",
         lambda obj: obj["data"]["heartbeat_interval_seconds"] == "20",
-        BACK_SECONDS,
     )
     served.wait_condition("Ready", "False", "NoNodesMatch")
     after = served.wait("DaemonSet", "kv")
@@ -156,10 +151,10 @@ def test_an_edit_of_the_image_changes_the_pods_once(served: World) -> None:
     first = generation(served)
     served.patch_server({"spec": {"image": {"repository": "r.example/agent", "tag": "1"}}})
     image = "r.example/agent:1"
-    served.wait("DaemonSet", "kv", lambda obj: _image(obj) == image, BACK_SECONDS)
+    served.wait("DaemonSet", "kv", lambda obj: _image(obj) == image)
     served.patch_server({"spec": {"image": {"digest": digest}}})
     image = f"r.example/agent@{digest}"
-    served.wait("DaemonSet", "kv", lambda obj: _image(obj) == image, BACK_SECONDS)
+    served.wait("DaemonSet", "kv", lambda obj: _image(obj) == image)
     assert generation(served) == first + 2
 
 
@@ -174,9 +169,7 @@ def test_what_others_add_stays(served: World) -> None:
     served.patch("Service", "kv", {"spec": {"sessionAffinity": "ClientIP"}})
     served.patch_server({"metadata": {"labels": {"theirs": "c"}}})
     served.patch_server({"spec": {"server": {"port": 6000}}})
-    service = served.wait(
-        "Service", "kv", lambda obj: obj["spec"]["ports"][0]["port"] == 6000, BACK_SECONDS
-    )
+    service = served.wait("Service", "kv", lambda obj: obj["spec"]["ports"][0]["port"] == 6000)
     assert service["metadata"]["annotations"] == {"theirs": "a"}
     assert service["spec"]["sessionAffinity"] == "ClientIP"
     assert served.wait("DaemonSet", "kv")["metadata"]["labels"]["theirs"] == "b"
@@ -190,9 +183,9 @@ def test_fields_that_leave_the_spec_leave_the_pods(served: World) -> None:
     def has_priority(obj: Json) -> bool:
         return "priorityClassName" in obj["spec"]["template"]["spec"]
 
-    served.wait("DaemonSet", "kv", has_priority, BACK_SECONDS)
+    served.wait("DaemonSet", "kv", has_priority)
     served.patch_server({"spec": {"priorityClassName": None}})
-    served.wait("DaemonSet", "kv", lambda obj: not has_priority(obj), BACK_SECONDS)
+    served.wait("DaemonSet", "kv", lambda obj: not has_priority(obj))
 
 
 def test_nothing_is_written_by_the_framework(served: World) -> None:
@@ -241,7 +234,7 @@ def test_somebody_elses_object_is_left_alone(world: World) -> None:
     assert service["spec"]["selector"] == {"a": "b"}
     assert "ownerReferences" not in service["metadata"]
     world.delete("Service", "kv")
-    world.wait("Service", "kv", lambda obj: "ownerReferences" in obj["metadata"], PATIENCE)
+    world.wait("Service", "kv", lambda obj: "ownerReferences" in obj["metadata"])
     world.wait_condition("Ready", "False", "NoNodesMatch")
 
 

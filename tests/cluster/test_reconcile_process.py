@@ -14,10 +14,9 @@ from lmcache_operator.api.crd import GROUP, PLURAL, definition
 from tests.cluster.api import Api
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.operator_process import OperatorProcess
-from tests.cluster.reconcile_world import BACK_SECONDS, PATIENCE_SECONDS, Json, World
+from tests.cluster.reconcile_world import Json, World
 from tests.polling import poll_until
 
-TAKEOVER_SECONDS = 60.0
 CRD = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{PLURAL}.{GROUP}"
 
 
@@ -37,7 +36,7 @@ def acts(operator: OperatorProcess) -> bool:
 def test_it_serves_health_and_stops(operator: OperatorProcess) -> None:
     """It is ready once it holds the Lease; SIGTERM ends it in order."""
     assert operator.get("/healthz")[0] == HTTPStatus.OK
-    poll_until(lambda: acts(operator), 10, "ready")
+    poll_until(lambda: acts(operator), "ready")
     assert operator.metric("leader") == 1
     assert operator.get("/metrics")[1].startswith("# HELP")
     assert operator.stop() == 0
@@ -60,7 +59,7 @@ def test_of_two_operators_one_acts(
     first = world.wait("DaemonSet", "kv")["metadata"]["generation"]
     for number in range(1, 21):
         world.patch_server({"spec": {"podAnnotations": {"edit": str(number)}}})
-    world.wait("DaemonSet", "kv", has_edit_20, BACK_SECONDS)
+    world.wait("DaemonSet", "kv", has_edit_20)
     assert world.wait("DaemonSet", "kv")["metadata"]["generation"] - first <= 20
     assert acts(operator)
     assert not acts(second)
@@ -77,13 +76,11 @@ def test_a_killed_operator_is_replaced(
     world.wait_condition("Ready", "False", "NoNodesMatch")
     second.launch().wait_for_record("http_listening")
     operator.kill()
-    second.wait_for_record("operator_acts", TAKEOVER_SECONDS)
+    second.wait_for_record("operator_acts")
     generation = world.wait("DaemonSet", "kv")["metadata"]["generation"]
     world.patch_server({"spec": {"server": {"port": 6000}}})
-    world.wait("Service", "kv", lambda obj: obj["spec"]["ports"][0]["port"] == 6000, BACK_SECONDS)
-    world.wait(
-        "DaemonSet", "kv", lambda obj: obj["metadata"]["generation"] == generation + 1, BACK_SECONDS
-    )
+    world.wait("Service", "kv", lambda obj: obj["spec"]["ports"][0]["port"] == 6000)
+    world.wait("DaemonSet", "kv", lambda obj: obj["metadata"]["generation"] == generation + 1)
 
 
 def test_a_stopped_operator_makes_way_at_once(
@@ -92,14 +89,14 @@ def test_a_stopped_operator_makes_way_at_once(
     """It gives the Lease back: the next one need not wait for its end."""
     second.launch().wait_for_record("http_listening")
     assert operator.stop() == 0
-    second.wait_for_record("operator_acts", 10)
+    second.wait_for_record("operator_acts")
 
 
 @pytest.fixture
 def without_definition(control_plane: ControlPlane, api: Api, kind: str) -> Generator[None]:
     """No definition of our kind during a test."""
     assert api.request("DELETE", CRD).ok
-    poll_until(lambda: not api.request("GET", kind).ok, PATIENCE_SECONDS, "it goes")
+    poll_until(lambda: not api.request("GET", kind).ok, "it goes")
     yield
     install(control_plane, api, kind)
 
@@ -110,14 +107,14 @@ def install(control_plane: ControlPlane, api: Api, kind: str) -> None:
         "apply", "--server-side", "-f", "-", given=json.dumps(definition())
     )
     assert answer.returncode == 0, answer.stderr
-    poll_until(lambda: api.request("GET", f"{kind}/{PLURAL}").ok, PATIENCE_SECONDS, "our kind")
+    poll_until(lambda: api.request("GET", f"{kind}/{PLURAL}").ok, "our kind")
 
 
 @pytest.mark.usefixtures("without_definition")
 def test_without_the_definition_it_says_so_and_ends(second: OperatorProcess) -> None:
     """One clear line with the command that mends it; not an operator that waits in silence."""
     second.launch()
-    assert second.wait_ended(PATIENCE_SECONDS) == 1
+    assert second.wait_ended() == 1
     (record,) = second.records("operator_failed")
     assert f"crds/{PLURAL}.{GROUP}.yaml" in record["error"]
     assert "Traceback" not in second.log_text()
@@ -129,7 +126,7 @@ def test_a_definition_that_is_deleted_ends_it(
     """It cannot do its work, says why, and is started again by whoever runs it."""
     assert api.request("DELETE", CRD).ok
     try:
-        assert operator.wait_ended(2 * PATIENCE_SECONDS) == 1
+        assert operator.wait_ended() == 1
         (record,) = operator.records("operator_failed")
         assert f"crds/{PLURAL}.{GROUP}.yaml" in record["error"]
     finally:

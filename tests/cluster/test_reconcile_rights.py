@@ -11,7 +11,7 @@ import pytest
 from tests.cluster.api import Api
 from tests.cluster.control_plane import CONTEXT, ControlPlane
 from tests.cluster.operator_process import OperatorProcess
-from tests.cluster.reconcile_world import PATIENCE_SECONDS, World
+from tests.cluster.reconcile_world import World
 from tests.polling import poll_until
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +34,7 @@ def kubeconfig(control_plane: ControlPlane, api: Api, tmp_path: Path) -> Generat
     yield found
     control_plane.kubectl("delete", "-k", str(ROOT / "deploy"), "--wait=false")
     namespace = f"/api/v1/namespaces/{OWN}"
-    poll_until(lambda: api.request("GET", namespace).status == 404, PATIENCE_SECONDS, "all goes")
+    poll_until(lambda: api.request("GET", namespace).status == 404, "all goes")
 
 
 def test_a_server_is_served_from_beginning_to_end(kubeconfig: Path, world: World) -> None:
@@ -52,7 +52,7 @@ def test_a_server_is_served_from_beginning_to_end(kubeconfig: Path, world: World
         world.wait_condition("Ready", "False", "PodSecurityRefused")
         world.wait("ConfigMap", "kv-connection", namespace="default")
         world.wait("ConfigMap", "kv-link")
-        poll_until(world.events, PATIENCE_SECONDS, "an Event")
+        poll_until(world.events, "an Event")
         world.patch_server(
             {
                 "spec": {

@@ -14,11 +14,10 @@ from lmcache_operator.api.crd import definition
 from tests.cluster.api import APPLY
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.operator_process import OperatorProcess
-from tests.cluster.reconcile_world import PATIENCE_SECONDS, Json, World
+from tests.cluster.reconcile_world import Json, World
 from tests.polling import poll_until
 
 IDLE_SECONDS = 60.0
-SETTLED_SECONDS = 60.0  # 30 s for agents to connect, then the last write
 
 
 NO_HINTS = {"hints": {"mode": "Disabled"}}
@@ -31,7 +30,7 @@ def wait_event(world: World, reason: str) -> Json:
     def found() -> Json | None:
         return next((e for e in world.events() if e["reason"] == reason), None)
 
-    return poll_until(found, PATIENCE_SECONDS, f"an Event {reason}")
+    return poll_until(found, f"an Event {reason}")
 
 
 @pytest.mark.usefixtures("operator")
@@ -152,11 +151,11 @@ def older_definition(control_plane: ControlPlane, world: World) -> Iterator[None
 
     install(loose)
     try:
-        poll_until(takes_anything, PATIENCE_SECONDS, "the older definition")
+        poll_until(takes_anything, "the older definition")
         yield
     finally:
         install(definition())
-        poll_until(lambda: not takes_anything(), PATIENCE_SECONDS, "the definition")
+        poll_until(lambda: not takes_anything(), "the definition")
 
 
 def test_a_bad_spec_that_is_stored_already(
@@ -204,9 +203,7 @@ def test_an_idle_minute_is_a_minute_without_writes(operator: OperatorProcess, wo
     (pod,) = world.wait_pods(1)
     world.make_ready(pod)
     world.wait_condition("Ready", "True", "Ready")
-    poll_until(
-        lambda: "registeredWorkers" in world.server()["status"], SETTLED_SECONDS, "the last write"
-    )
+    poll_until(lambda: "registeredWorkers" in world.server()["status"], "the last write")
     before, conditions = world.versions(), world.server()["status"]["conditions"]
     passes = operator.metric("passes_total", outcome="done")
     until = time.monotonic() + IDLE_SECONDS
@@ -230,7 +227,7 @@ def test_edits_in_quick_succession(world: World) -> None:
             {"metadata": {"labels": {"theirs": str(port)}}, "spec": {"server": {"port": port}}}
         )
         time.sleep(0.1)
-    world.wait("Service", "kv", lambda obj: obj["spec"]["ports"][0]["port"] == port, 10)
+    world.wait("Service", "kv", lambda obj: obj["spec"]["ports"][0]["port"] == port)
     server = world.server()
     assert server["metadata"]["labels"] == {"theirs": str(port)}
     assert server["spec"]["server"]["port"] == port

@@ -15,7 +15,6 @@ ROOT = Path(__file__).parents[2]
 OWN = "lmcache-kube-system"
 OPERATOR = f"system:serviceaccount:{OWN}:lmcache-operator"
 LINK_SECRET = "secret/lmcache-operator-link"  # noqa: S105  # its name
-GONE_SECONDS = 30.0
 
 READ = ("get", "list", "watch")
 WRITE = ("create", "patch", "delete")
@@ -80,7 +79,7 @@ def deployed(control_plane: ControlPlane, api: Api, kind: str) -> Generator[Cont
     yield control_plane
     control_plane.kubectl("delete", "-k", str(ROOT / "deploy"), "--wait=false")
     namespace = f"/api/v1/namespaces/{OWN}"
-    poll_until(lambda: api.request("GET", namespace).status == 404, GONE_SECONDS, "all is gone")
+    poll_until(lambda: api.request("GET", namespace).status == 404, "all is gone")
 
 
 def may(cluster: ControlPlane, verb: str, what: str, *where: str, account: str = OPERATOR) -> bool:

@@ -11,7 +11,6 @@ from tests.cluster.story import PROOF_ONLY, Story, make_ready
 from tests.polling import poll_until
 
 NAMESPACE = "crash"
-BACK_SECONDS = 30.0
 
 
 @pytest.mark.slow
@@ -33,9 +32,9 @@ def test_what_changed_around_a_crash_of_the_api_server_is_noticed(
             own.wait("the API server", lambda: listens(own))
             ended.end_container()
             deleted.delete(grace_seconds=0)
-            story.wait_released(1, seconds=BACK_SECONDS)
-            poll_until(lambda: story.is_hinted(2), BACK_SECONDS, "the deleted one is hinted")
-            story.wait_events("WorkerReaped", 2, BACK_SECONDS)
+            story.wait_released(1)
+            poll_until(lambda: story.is_hinted(2), "the deleted one is hinted")
+            story.wait_events("WorkerReaped", 2)
             story.assert_live(3)
             assert story.operator.process.poll() is None  # the Lease outlived it
 

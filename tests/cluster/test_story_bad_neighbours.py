@@ -19,7 +19,7 @@ def test_a_model_name_without_end(story: Story) -> None:
         story.wait_annotated(bad, 66)
         story.workers[1].kill()
         good.end_container()
-        story.wait_released(1, seconds=5)
+        story.wait_released(1)
         story.assert_live(66)
 
 
@@ -35,7 +35,7 @@ def test_registrations_without_end(story: Story) -> None:
         assert len(story.agent.instances()) > MAX_INSTANCES
         story.workers[1].kill()
         good.end_container()
-        story.wait_released(1, seconds=60)
+        story.wait_released(1)
         story.assert_live(1_000)
 
 

@@ -58,7 +58,7 @@ def test_a_second_address_of_a_dual_stack_pod_maps_too(story: Story) -> None:
     story.wait_annotated(pod, 1)
     story.workers[1].kill()
     pod.end_container()
-    story.wait_released(1, seconds=5)
+    story.wait_released(1)
 
 
 def test_pods_of_two_nodes_are_kept_apart_even_with_one_address(story: Story) -> None:
@@ -72,7 +72,7 @@ def test_pods_of_two_nodes_are_kept_apart_even_with_one_address(story: Story) ->
     story.wait_annotated(there, 2)
     story.workers[1].kill()
     here.end_container()
-    story.wait_released(1, seconds=5)
+    story.wait_released(1)
     story.assert_live(2, node=story.nodes[1])
 
 

@@ -30,7 +30,7 @@ def test_a_container_that_terminated_takes_its_ranks_and_nobody_else(
 
     dying.end_container(reason=reason, code=code)
 
-    reaps = story.wait_released(1, 2, seconds=5)
+    reaps = story.wait_released(1, 2)
     assert {reap["reason"] for reap in reaps.values()} == {"container_terminated"}
     story.assert_live(3)
     story.assert_live(4, node=story.nodes[1])
@@ -47,7 +47,7 @@ def test_the_end_of_a_sidecar_says_nothing_of_the_engine(story: Story) -> None:
     # What comes after it in the same stream has been judged: so has this.
     story.workers[2].kill()
     pod.end_container()
-    story.wait_released(2, seconds=5)
+    story.wait_released(2)
 
 
 def test_a_restart_in_one_write_ends_the_run_before(story: Story) -> None:
@@ -58,7 +58,7 @@ def test_a_restart_in_one_write_ends_the_run_before(story: Story) -> None:
     pod.restart_container()
     story.worker(pod, 2).wait_registered()
 
-    reap = story.wait_released(1, seconds=5)[1]
+    reap = story.wait_released(1)[1]
 
     assert reap["reason"] == "container_terminated"
     story.wait_annotated(pod, 2)
@@ -75,7 +75,7 @@ def test_a_crash_loop_releases_each_run_once(story: Story) -> None:
         story.workers[run].kill()
         pod.end_container()
         pod.restart_container()
-        story.wait_released(run, seconds=5)
+        story.wait_released(run)
     assert len(story.agent.reaps()) == 4
 
 
@@ -89,7 +89,7 @@ def test_with_several_containers_and_none_named_only_the_whole_pod_is_proof(stor
     story.assert_live_for(2, 1)
     story.workers[1].kill()
     pod.end(phase="Failed")
-    assert story.wait_released(1, seconds=5)[1]["reason"] == "pod_terminated"
+    assert story.wait_released(1)[1]["reason"] == "pod_terminated"
 
 
 @pytest.mark.parametrize("phase", ["Failed", "Succeeded"])
@@ -103,13 +103,13 @@ def test_a_pod_that_ends_is_told_once_and_its_later_deletion_says_nothing(
     story.workers[1].kill()
     code = 0 if phase == "Succeeded" else 137
     ended.end(phase=phase, code=code)
-    story.wait_released(1, seconds=5)
+    story.wait_released(1)
     ended.delete()
 
     # The other one's end comes after that deletion in the same watch.
     story.workers[2].kill()
     other.end(phase=phase, code=code)
-    story.wait_released(2, seconds=5)
+    story.wait_released(2)
     assert len(story.agent.reaps()) == 2
     assert len(story.wait_events("WorkerReaped", 4)) == 4  # each on its pod and on the server
 
@@ -125,7 +125,7 @@ def test_a_graceful_deletion_is_proof_only_once_the_kubelet_says_so(story: Story
 
     story.workers[1].kill()
     pod.end(phase="Failed")
-    assert story.wait_released(1, seconds=5)[1]["reason"] == "pod_terminated"
+    assert story.wait_released(1)[1]["reason"] == "pod_terminated"
     pod.delete(grace_seconds=0)
     assert pod.read() == {}
     story.engine("next", 2)  # whatever the deletion brings has come by then

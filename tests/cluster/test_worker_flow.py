@@ -17,9 +17,8 @@ from tests.cluster.control_plane import ControlPlane
 from tests.cluster.running_flow import RunningFlow
 from tests.cluster.story_pods import MERGE, StoryPod
 from tests.fakes.scripted_agent import ScriptedAgent
-from tests.polling import poll_until
+from tests.polling import BUSY_SECONDS, poll_until
 
-SOON = 15.0
 LABELS = {WORKER_LABEL: "kv"}
 
 Run = Callable[..., RunningFlow]
@@ -72,7 +71,7 @@ def registered(
     """Have a worker in a pod register, and wait until its pod is known."""
     peer = pod.addresses[-1]
     report = flow.register(agent, instance_id, at=time.time(), peer=peer)
-    poll_until(lambda: flow.mapped_to(agent, report) == pod.uid, SOON, "its pod")
+    poll_until(lambda: flow.mapped_to(agent, report) == pod.uid, "its pod")
     return report
 
 
@@ -102,29 +101,29 @@ class TestAnnotation:
         idle = make(api, namespace, "idle", "10.1.0.2")
         other = make(api, namespace, "other", "10.1.0.3", labels={"app": "x"})
         reports = [registered(flow, agent, worker, n) for n in (12, 7)]
-        poll_until(lambda: worker.annotated_ids() == [7, 12], 2 * SOON, "the annotation")
+        poll_until(lambda: worker.annotated_ids() == [7, 12], "the annotation")
         assert managers(worker)["lmcache-operator"] == ["f:annotations"]
         for pod in (idle, other):
             assert "lmcache-operator" not in managers(pod)
         assert "finalizers" not in worker.read()["metadata"]
         for report in reports:
             flow.do(partial(agent.drop, report))
-        poll_until(lambda: worker.annotated_ids() == [], SOON, "that it is gone")
+        poll_until(lambda: worker.annotated_ids() == [], "that it is gone")
         annotations = worker.read()["metadata"].get("annotations", {})
         assert INSTANCE_IDS_ANNOTATION not in annotations
 
-    def test_within_two_seconds_of_a_registration(
+    def test_soon_after_a_registration(
         self, api: Api, namespace: str, agent: ScriptedAgent, flow: RunningFlow
     ) -> None:
-        """The median of several, so that a busy machine does not fail it."""
+        """Within 2 s, and what a busy machine adds; the median of several."""
         pod = make(api, namespace, "w")
         took: list[float] = []
         for n in range(5):
             began = time.monotonic()
             flow.register(agent, n, at=time.time(), peer="10.1.0.1")
-            poll_until(lambda: len(pod.annotated_ids()) == len(took) + 1, SOON, "the annotation")
+            poll_until(lambda: len(pod.annotated_ids()) == len(took) + 1, "the annotation")
             took.append(time.monotonic() - began)
-        assert sorted(took)[2] < 2
+        assert sorted(took)[2] < 2 + BUSY_SECONDS
 
     def test_a_pod_whose_annotations_are_full(
         self, api: Api, namespace: str, agent: ScriptedAgent, flow: RunningFlow
@@ -137,12 +136,12 @@ class TestAnnotation:
         pod = make(api, namespace, "w", "10.1.0.2")
         registered(flow, agent, full, 1)
         registered(flow, agent, pod, 2)
-        poll_until(lambda: pod.annotated_ids() == [2], SOON, "the other one's annotation")
+        poll_until(lambda: pod.annotated_ids() == [2], "the other one's annotation")
         counts = flow.flow.counts()["annotations"]
-        poll_until(lambda: counts["refused"] == 1, SOON, "the refusal")
+        poll_until(lambda: counts["refused"] == 1, "the refusal")
         full.write(ready=False)  # news about it are no reason to try again
         registered(flow, agent, full, 3)
-        poll_until(lambda: counts["refused"] == 2, SOON, "one for other ids")
+        poll_until(lambda: counts["refused"] == 2, "one for other ids")
 
     def test_it_can_be_switched_off(
         self, api: Api, namespace: str, agent: ScriptedAgent, flow: RunningFlow
@@ -150,9 +149,9 @@ class TestAnnotation:
         """Then ours is taken off."""
         pod = make(api, namespace, "w")
         registered(flow, agent, pod, 7)
-        poll_until(lambda: pod.annotated_ids() == [7], SOON, "the annotation")
+        poll_until(lambda: pod.annotated_ids() == [7], "the annotation")
         flow.edit(workers={"annotate": False})
-        poll_until(lambda: pod.annotated_ids() == [], SOON, "that it is gone")
+        poll_until(lambda: pod.annotated_ids() == [], "that it is gone")
 
     def test_a_pod_in_deletion_is_left_alone(
         self, api: Api, namespace: str, agent: ScriptedAgent, flow: RunningFlow
@@ -160,12 +159,12 @@ class TestAnnotation:
         """Whoever leaves meanwhile; and nothing holds it up."""
         pod = make(api, namespace, "w")
         report = registered(flow, agent, pod, 7)
-        poll_until(lambda: pod.annotated_ids() == [7], SOON, "the annotation")
+        poll_until(lambda: pod.annotated_ids() == [7], "the annotation")
         pod.delete()
         other = make(api, namespace, "other", "10.1.0.2")
         registered(flow, agent, other, 8)
         flow.do(lambda: agent.drop(report))
-        poll_until(lambda: other.annotated_ids() == [8], SOON, "the other one's")
+        poll_until(lambda: other.annotated_ids() == [8], "the other one's")
         assert pod.annotated_ids() == [7]
         pod.delete(grace_seconds=0)
         assert pod.read() == {}
@@ -199,17 +198,17 @@ class TestEvidence:
             "relabelled": [],
             "unready": [],
         }
-        poll_until(lambda: told() == first, SOON, f"{first}")
-        poll_until(lambda: flow.mapped_to(agent, reports["relabelled"]) == "", SOON, "that it left")
+        poll_until(lambda: told() == first, f"{first}")
+        poll_until(lambda: flow.mapped_to(agent, reports["relabelled"]) == "", "that it left")
         pods["marked"].end(phase="Failed")
         second = {**first, "marked": [("pod_terminated", True)]}
-        poll_until(lambda: told() == second, SOON, f"{second}")
+        poll_until(lambda: told() == second, f"{second}")
         # Their deletion says nothing new; the proof about another pod comes after it.
         for name in ("marked", "succeeded", "evicted"):
             pods[name].delete(grace_seconds=0)
         pods["unready"].end_container()
         third = {**second, "unready": [("container_terminated", True)]}
-        poll_until(lambda: told() == third, SOON, f"{third}")
+        poll_until(lambda: told() == third, f"{third}")
 
     def test_operators_come_and_go(
         self, api: Api, namespace: str, agent: ScriptedAgent, run: Run
@@ -227,10 +226,10 @@ class TestEvidence:
             newer = registered(flow, agent, anew, 9)
             for name in "ab":
                 ended = reports[name]
-                poll_until(partial(flow.triggers, agent, ended), SOON, f"the end of {name}")
+                poll_until(partial(flow.triggers, agent, ended), f"the end of {name}")
                 assert flow.triggers(agent, ended) == [("pod_gone", False)]
             assert flow.triggers(agent, newer) == flow.triggers(agent, reports["c"]) == []
-            poll_until(lambda: anew.annotated_ids() == [9], SOON, "the annotation")
+            poll_until(lambda: anew.annotated_ids() == [9], "the annotation")
 
     def test_addresses_of_either_family(
         self, api: Api, namespace: str, agent: ScriptedAgent, flow: RunningFlow
@@ -246,7 +245,7 @@ class TestEvidence:
         for n in (1, 2):
             make(api, namespace, f"h{n}", "10.0.0.1", spec={"hostNetwork": True})
         report = flow.register(agent, 7, at=time.time(), peer="10.0.0.1")
-        poll_until(lambda: flow.summary().unmapped == {"nobody": 1}, SOON)
+        poll_until(lambda: flow.summary().unmapped == {"nobody": 1})
         assert flow.mapped_to(agent, report) == ""
 
 
@@ -263,13 +262,13 @@ class TestEvents:
             with run() as flow:
                 agent.acknowledged = 0
                 flow.do(lambda: agent.write(entry))
-                poll_until(lambda: flow.summary().reaps_total == 1, SOON, "the reap")
+                poll_until(lambda: flow.summary().reaps_total == 1, "the reap")
                 stored = {"total": 1, "lastReapTime": flow.summary().last_reap_time}
                 status = {"status": {"reaping": stored}}
                 path = f"{servers}/kv/status"
                 answer = api.request("PATCH", path, status, content_type=MERGE)
                 assert answer.ok, answer.message
-                poll_until(lambda: flow.acknowledged(agent) == 1, SOON, "its acknowledgement")
+                poll_until(lambda: flow.acknowledged(agent) == 1, "its acknowledgement")
         found = _events(api, namespace)
         assert {event["involvedObject"]["kind"] for event in found} == {"LMCacheServer", "Pod"}
         assert len(found) == 2
@@ -287,9 +286,8 @@ class TestEvents:
         flow.do(lambda: agent.write(_entry(where)))
         found = poll_until(
             lambda: [e for e in _events(api, namespace) if e["involvedObject"]["kind"] != "Pod"],
-            SOON,
         )
-        poll_until(lambda: len(_events(api, namespace)) == 2, SOON)
+        poll_until(lambda: len(_events(api, namespace)) == 2)
         involved = [e["involvedObject"] for e in _events(api, namespace)]
         assert {(each["kind"], each["name"]) for each in involved} == {
             ("ReplicaSet", "rs"),
@@ -308,7 +306,7 @@ class TestEvents:
         with run(workers={"namespaces": [doomed]}) as flow:
             where = PodRun(namespace=doomed, name="w", uid="u")
             flow.do(lambda: agent.write(_entry(where, kind="cancelled")))
-            poll_until(lambda: flow.acknowledged(agent) == 1, SOON, "its acknowledgement")
+            poll_until(lambda: flow.acknowledged(agent) == 1, "its acknowledgement")
         assert [e["involvedObject"]["kind"] for e in _events(api, namespace)] == ["LMCacheServer"]
         path = f"/api/v1/namespaces/{doomed}/pods/w"
         api.request("DELETE", path, {"kind": "DeleteOptions", "gracePeriodSeconds": 0})

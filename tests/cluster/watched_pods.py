@@ -15,8 +15,8 @@ from lmcache_operator.workers.absences import Absence
 from lmcache_operator.workers.pod import Pod
 from lmcache_operator.workers.pods import KubernetesPods, PodWatch
 from lmcache_operator.workers.selection import Selection
+from tests.polling import PATIENCE_SECONDS
 
-_PATIENCE_SECONDS = 10.0
 _CLOSING_SECONDS = 0.2  # TLS connections end some turns of the loop after they are closed
 
 _T = TypeVar("_T")
@@ -41,7 +41,7 @@ class LoopThread:
         async def act() -> _T:
             return action()
 
-        return asyncio.run_coroutine_threadsafe(act(), self._loop).result(_PATIENCE_SECONDS)
+        return asyncio.run_coroutine_threadsafe(act(), self._loop).result(PATIENCE_SECONDS)
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
@@ -52,7 +52,7 @@ class LoopThread:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        assert self._begun.wait(_PATIENCE_SECONDS), "it does not begin"
+        assert self._begun.wait(PATIENCE_SECONDS), "it does not begin"
         return self
 
     def __exit__(
@@ -64,7 +64,7 @@ class LoopThread:
         assert self._task is not None
         died = self._task.done()
         self._loop.call_soon_threadsafe(self._task.cancel)
-        self._thread.join(_PATIENCE_SECONDS)
+        self._thread.join(PATIENCE_SECONDS)
         assert not died, "it ended by itself; the log says why"
 
 

@@ -35,7 +35,7 @@ from lmcache.v1.platform.devices.cpu.shm import CpuShmTensorWrapper
 
 Outcome = tuple[str, str, float]
 
-SILENCE_SECONDS = 10.0
+SILENCE_SECONDS = 30.0
 FLOOD_SECONDS = 40.0
 STRANGER = 7
 KEY = IPCCacheServerKey(

@@ -64,7 +64,7 @@ class StockClient:
         url: str,
         mode: str = "lmcache_driven",
         heartbeat: float = 2.0,
-        timeout: float = 20.0,
+        timeout: float = 60.0,
         world_size: int = 1,
         rank: int = 0,
         *,
@@ -268,7 +268,9 @@ class StockClient:
 
     def ping(self) -> bool:
         """Ping by hand, with the worker's id."""
-        return bool(self._worker.req_client.ping(self._worker.instance_id).result(timeout=5.0))
+        return bool(
+            self._worker.req_client.ping(self._worker.instance_id).result(timeout=PATIENCE_SECONDS)
+        )
 
     def refused_calls(self) -> dict[str, Any]:
         """Call every operation as a stranger; see `refusals`."""

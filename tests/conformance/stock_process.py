@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from tests.leaks import made_for_us
+from tests.polling import PATIENCE_SECONDS
 
 _ROOT = Path(__file__).parents[2]
 STOCK_PYTHON = _ROOT / ".venvs/stock/bin/python"
@@ -72,18 +73,18 @@ class StockProcess:
         """Have it end by itself, as a program that is done, and wait."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(30)
+        self._process.wait(PATIENCE_SECONDS)
 
     def kill(self) -> None:
         """SIGKILL, and wait."""
         self._process.send_signal(signal.SIGKILL)
-        self._process.wait(10)
+        self._process.wait(PATIENCE_SECONDS)
 
     def close(self) -> None:
         """End it and remove the KV memory that a killed one left."""
         if self._process.poll() is None:
             self._process.kill()
-        self._process.wait(10)
+        self._process.wait(PATIENCE_SECONDS)
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()
@@ -106,6 +107,6 @@ class StockProcess:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            code = self._process.wait(10)
+            code = self._process.wait(PATIENCE_SECONDS)
             raise StockFailed(f"ended with {code}: {self.log_text()[-_LOG_TAIL:]}")
         return line

@@ -14,11 +14,10 @@ from tests.conformance.conftest import CHUNK_TOKENS
 from tests.conformance.ranks import hold_a_prompt_together
 from tests.conformance.stock_process import StockFailed, StockProcess
 from tests.fakes.agent_process import FAST_WINDOWS, AgentProcess
-from tests.polling import poll_until
+from tests.polling import BUSY_SECONDS, poll_until
 
 PROMPT, CHUNKS, TOKENS, BLOCKS = 1, 2, 128, 8
 STORED, LOADED, SKIPPED, BLANK = 1, 24, 40, 56
-AT_ONCE_SECONDS = 8.0  # 2 are promised, and machines are busy; a client that waits waits for 20
 MODE = "engine_driven"
 POOL = f"conformance-{os.getpid()}"
 REQUESTS = 80
@@ -70,7 +69,7 @@ def l1(agent: AgentProcess) -> dict[str, int]:
 
 def assert_nothing_is_held(agent: AgentProcess) -> None:
     """No pins and no slots are left of requests that ended."""
-    poll_until(lambda: l1(agent)["pinned_bytes"] == l1(agent)["staging_bytes"] == 0, 5)
+    poll_until(lambda: l1(agent)["pinned_bytes"] == l1(agent)["staging_bytes"] == 0)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -196,7 +195,7 @@ def test_shutting_down_leaves_nothing(agent: AgentProcess, stock: StockProcess, 
     store(stock)
     assert set(agent.instances()) == {instance_id}
     stock.ask("close")
-    poll_until(lambda: not agent.instances(), 5)
+    poll_until(lambda: not agent.instances())
     assert agent.reaps() == []
     assert l1(agent)["objects"] == CHUNKS
     assert_nothing_is_held(agent)
@@ -213,7 +212,7 @@ def test_a_killed_worker_is_released_and_the_pool_stays(
         killed = int(victim.ask("register"))
         store(victim)
         victim.kill()
-        reap = agent.wait_reaped(killed, 1 if url.startswith("ipc") else 6)
+        reap = agent.wait_reaped(killed)
     assert reap["reason"] == ("process_exit" if url.startswith("ipc") else "connection_closed")
     assert set(agent.instances()) == {survivor}
     if way == "shm":
@@ -277,8 +276,8 @@ def test_an_agent_replaced_within_one_ping_window_is_joined_again(
         started = time.monotonic()
         assert stock.ask("store", "early", PROMPT, CHUNKS, STORED) is False
         assert len(stock.ask("retrieve", "early", PROMPT, CHUNKS, LOADED)) == BLOCKS
-        assert time.monotonic() - started < AT_ONCE_SECONDS
-        poll_until(lambda: instance_id in successor.instances(), 2 * heartbeat + 20)
+        assert time.monotonic() - started < BUSY_SECONDS
+        poll_until(lambda: instance_id in successor.instances())
         stock.ask("await_healthy")
         store(stock)
         load(stock)
@@ -334,8 +333,8 @@ def test_a_worker_in_a_mode_that_is_not_served_is_told_so_at_once(
         started = time.monotonic()
         with pytest.raises(StockFailed, match=rf"set lmcache\.mp\.mp_transfer_mode to {served}"):
             stock_process.ask("register")
-        assert time.monotonic() - started < AT_ONCE_SECONDS
+        assert time.monotonic() - started < BUSY_SECONDS
         assert agent.instances() == {}
-        (record,) = poll_until(lambda: agent.log_records("request_refused"), 5)
+        (record,) = poll_until(lambda: agent.log_records("request_refused"))
         assert f"mp_transfer_mode to {served}" in record["detail"]
         stock_process.ask("close")

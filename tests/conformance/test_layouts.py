@@ -32,7 +32,7 @@ def _round_trip(agent: AgentProcess, stock: StockProcess, layout: str, ranks: in
         assert loaded == stock.ask("on", rank, "contents", STORED * 16, TOKENS)
         seen.append(tuple(loaded))
     assert len(set(seen)) == ranks, "every rank has bytes of its own"
-    poll_until(lambda: agent.status()["l1"]["pinned_objects"] == 0, 5)
+    poll_until(lambda: agent.status()["l1"]["pinned_objects"] == 0)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -68,7 +68,7 @@ def test_ranks_with_one_latent_cache_read_the_same_object(
         assert (lease["pinned_objects"], lease["pins"]) == (CHUNKS, (4 - rank) * CHUNKS)
         assert stock.ask("on", rank, "retrieve", "warm", PROMPT, CHUNKS, LOADED) == []
         assert stock.ask("on", rank, "contents", LOADED * 16, TOKENS) == stored
-    poll_until(lambda: agent.status()["l1"]["pinned_objects"] == 0, 5)
+    poll_until(lambda: agent.status()["l1"]["pinned_objects"] == 0)
 
 
 def test_a_rank_that_never_loads_costs_its_own_share_only(
@@ -85,7 +85,7 @@ def test_a_rank_that_never_loads_costs_its_own_share_only(
         assert stock.ask("on", rank, "retrieve", "warm", PROMPT, CHUNKS, LOADED) == []
     assert agent.status()["l1"]["pinned_objects"] == 3 * CHUNKS
     stock.ask("on", 0, "end", "warm")
-    poll_until(lambda: len([o for o in agent.get("/v1/leases")["leases"] if o["pins"]]) == 1, 5)
+    poll_until(lambda: len([o for o in agent.get("/v1/leases")["leases"] if o["pins"]]) == 1)
     assert agent.status()["l1"]["pinned_objects"] == 3 * CHUNKS, "the other request's"
     stock.ask("on", 0, "end", "other")
-    poll_until(lambda: agent.status()["l1"]["pinned_objects"] == 0, 5)
+    poll_until(lambda: agent.status()["l1"]["pinned_objects"] == 0)

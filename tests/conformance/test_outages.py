@@ -9,11 +9,10 @@ import pytest
 
 from tests.conformance.stock_process import StockProcess
 from tests.fakes.agent_process import AgentProcess
-from tests.polling import poll_until
+from tests.polling import BUSY_SECONDS, poll_until
 
 PROMPT, CHUNKS, TOKENS, BLOCKS = 1, 2, 128, 8
 STORED, LOADED = 1, 32
-AT_ONCE_SECONDS = 8.0  # 2 are promised, and machines are busy; a client that waits waits for 20
 
 
 def serve(stock: StockProcess, prompt: int) -> None:
@@ -42,7 +41,7 @@ def assert_degraded(stock: StockProcess) -> None:
         range(LOADED, LOADED + BLOCKS)
     )
     stock.ask("end", "away")
-    assert time.monotonic() - started < AT_ONCE_SECONDS
+    assert time.monotonic() - started < BUSY_SECONDS
 
 
 def test_a_killed_agent_is_noticed_and_its_successor_used(
@@ -74,9 +73,8 @@ def test_an_agent_replaced_within_one_ping_window_is_joined_again(
     with AgentProcess(*agent_flags, port=agent.port) as successor:
         started = time.monotonic()
         assert stock.ask("store", "early", PROMPT, CHUNKS, STORED) is False
-        assert time.monotonic() - started < AT_ONCE_SECONDS
-        # One ping that is told no, one that is not, and slack for a busy machine.
-        poll_until(lambda: instance_id in successor.instances(), 2 * heartbeat + 20)
+        assert time.monotonic() - started < BUSY_SECONDS
+        poll_until(lambda: instance_id in successor.instances())
         stock.ask("await_healthy")
         serve(stock, PROMPT)
         stock.ask("close")
@@ -130,8 +128,7 @@ def test_a_killed_worker_is_released_and_the_others_served(
         assert victim.ask("store", "cold", PROMPT + 5, CHUNKS, STORED) is True
         mapped = agent.instances()[killed]["bytes"]
         victim.kill()
-        # 100 ms and 3 s + 1 s are promised; the rest is slack for a busy machine.
-        reap = agent.wait_reaped(killed, 1 if url.startswith("ipc") else 6)
+        reap = agent.wait_reaped(killed)
     assert reap["reason"] == ("process_exit" if url.startswith("ipc") else "connection_closed")
     assert reap["bytes"] == mapped
     assert set(agent.instances()) == {survivor}
@@ -149,6 +146,6 @@ def test_a_worker_in_another_transfer_mode_is_told_so_at_once(
         AssertionError, match=r"set lmcache\.mp\.mp_transfer_mode to lmcache_driven"
     ):
         stock.ask("register")
-    assert time.monotonic() - started < AT_ONCE_SECONDS
+    assert time.monotonic() - started < BUSY_SECONDS
     assert agent.instances() == {}
     assert agent.log_records("request_refused")

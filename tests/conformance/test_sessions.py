@@ -37,7 +37,7 @@ def test_what_is_stored_is_found_and_loaded(
     assert stock.ask("digest", LOADED, BLOCKS) == stock.ask("digest", STORED, BLOCKS)
     stock.ask("report", "warm")
     stock.ask("end", "warm")
-    poll_until(lambda: agent.status()["l1"]["pinned_bytes"] == 0, 5)
+    poll_until(lambda: agent.status()["l1"]["pinned_bytes"] == 0)
 
 
 def test_tokens_that_the_engine_has_are_not_overwritten(stock: StockProcess, url: str) -> None:
@@ -92,7 +92,7 @@ def test_an_aborted_request_gives_its_locks_back(
         stock.ask("end", "aborted")
     else:
         stock.ask("free", "aborted", PROMPT, CHUNKS)
-    poll_until(lambda: agent.status()["l1"]["pinned_bytes"] == 0, 5)
+    poll_until(lambda: agent.status()["l1"]["pinned_bytes"] == 0)
 
 
 def test_clearing_drops_all_but_what_is_in_use(
@@ -128,7 +128,7 @@ def test_shutting_down_leaves_nothing(agent: AgentProcess, stock: StockProcess, 
     store(stock)
     assert set(agent.instances()) == {instance_id}
     stock.ask("close")
-    poll_until(lambda: not agent.instances(), 5)
+    poll_until(lambda: not agent.instances())
     assert agent.reaps() == []
     assert agent.status()["worker_liveness"]["tracked_instances"] == 0
     assert "lmcache_kv_" not in Path(f"/proc/{agent.pid}/maps").read_text()
@@ -152,7 +152,7 @@ def test_a_client_that_wants_kv_events_is_told_what_comes_and_goes(
     assert stock.ask("healthy") == [True, True]
     assert agent.metric("kv_event_streams") == 1
     stock.ask("close")
-    poll_until(lambda: agent.metric("kv_event_streams") == 0, 5)
+    poll_until(lambda: agent.metric("kv_event_streams") == 0)
 
 
 @pytest.mark.parametrize("agent_flags", [("--chunk-size=64", "--kv-event-log-size=0")])

@@ -290,7 +290,7 @@ def _sources(answer: Answer) -> str:
 def _within(predicate: Callable[[], bool], seconds: float) -> bool:
     """Wait like `poll_until`, but say no instead of failing."""
     try:
-        return poll_until(predicate, seconds)
+        return poll_until(predicate, patience_seconds=seconds)
     except AssertionError:
         return False
 

@@ -83,7 +83,7 @@ class VllmProcess:
 
     def __enter__(self) -> Self:
         try:
-            poll_until(self._serves, START_SECONDS, "vLLM serves")
+            poll_until(self._serves, "vLLM serves", patience_seconds=START_SECONDS)
         except BaseException:
             self.close()
             raise

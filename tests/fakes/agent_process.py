@@ -16,10 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from tests.leaks import made_for_us
-from tests.polling import poll_until
-
-START_SECONDS = 90.0
-STOP_SECONDS = 60.0
+from tests.polling import PATIENCE_SECONDS, poll_until
 
 FAST_WINDOWS = (
     "--worker-reap-timeout-seconds=30",
@@ -69,7 +66,7 @@ class AgentProcess:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            code = self._process.wait(START_SECONDS)
+            code = self._process.wait(PATIENCE_SECONDS)
             raise AssertionError(f"the agent ended with {code}: {self.log_text()}")
         self._ready = json.loads(line)
         assert self._ready["event"] == "agent_ready"
@@ -123,7 +120,7 @@ class AgentProcess:
         """Return a JSON body; also that of an error reply."""
         url = f"http://127.0.0.1:{self.http_port}{path}"
         try:
-            with urllib.request.urlopen(url, timeout=10) as reply:
+            with urllib.request.urlopen(url, timeout=PATIENCE_SECONDS) as reply:
                 return json.load(reply)
         except urllib.error.HTTPError as error:
             return json.load(error)
@@ -143,17 +140,16 @@ class AgentProcess:
         reaps: list[dict[str, Any]] = self.get(f"/v1/reaps?since={since}")["reaps"]
         return reaps
 
-    def wait_reaped(self, instance_id: int, timeout_seconds: float) -> dict[str, Any]:
+    def wait_reaped(self, instance_id: int) -> dict[str, Any]:
         """Wait for the journal entry of an instance."""
         return poll_until(
             lambda: next((r for r in self.reaps() if int(r["instance_id"]) == instance_id), None),
-            timeout_seconds,
         )
 
     def metric(self, name: str, **labels: str) -> float:
         """Return one sample of `/metrics`, 0 if it is not there."""
         url = f"http://127.0.0.1:{self.http_port}/metrics"
-        with urllib.request.urlopen(url, timeout=10) as reply:
+        with urllib.request.urlopen(url, timeout=PATIENCE_SECONDS) as reply:
             lines = reply.read().decode().splitlines()
         wanted = {f'{key}="{value}"' for key, value in labels.items()}
         for line in lines:
@@ -183,13 +179,13 @@ class AgentProcess:
     def kill(self) -> None:
         """SIGKILL, and wait."""
         self.signal(signal.SIGKILL)
-        self.process.wait(STOP_SECONDS)
+        self.process.wait(PATIENCE_SECONDS)
 
     def stop(self) -> int:
         """SIGTERM, wait, return the exit status."""
         if self.process.poll() is None:
             self.signal(signal.SIGTERM)
-        return self.process.wait(STOP_SECONDS)
+        return self.process.wait(PATIENCE_SECONDS)
 
     def close(self) -> None:
         """End it if it still runs, and give everything back."""

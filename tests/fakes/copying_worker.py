@@ -13,6 +13,7 @@ from lmcache_worker.client import WorkerClient
 from lmcache_worker.engine_driven import EngineDrivenClient, MappedPool
 from lmcache_worker.wire import CacheKey, ChunkDescription, PoolSlot, StorePlan
 from tests.fakes.worker_process import CHUNK_TOKENS, MODEL, WorkerProcess, serve
+from tests.polling import PATIENCE_SECONDS
 
 BLOCK_TOKENS, LAYERS, HIDDEN = 16, 2, 16
 CHUNK_BYTES = 2 * LAYERS * CHUNK_TOKENS * HIDDEN * 2
@@ -33,7 +34,7 @@ class CopyingWorker:
 
     def __init__(self, url: str, instance_id: int) -> None:
         self._instance_id = instance_id
-        self._client = WorkerClient(url)
+        self._client = WorkerClient(url, timeout_seconds=PATIENCE_SECONDS)
         self._client.__enter__()
         self._transfers = EngineDrivenClient(self._client, instance_id)
         self._pool: MappedPool | None = None

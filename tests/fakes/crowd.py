@@ -15,8 +15,7 @@ from typing import Self
 
 from lmcache_worker.client import WorkerClient
 from lmcache_worker.shared_memory import SharedKvCache
-
-_END_SECONDS = 60.0
+from tests.polling import PATIENCE_SECONDS
 
 
 class Crowd:
@@ -49,7 +48,7 @@ class Crowd:
         assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()
-        self._process.wait(_END_SECONDS)
+        self._process.wait(PATIENCE_SECONDS)
 
 
 def _main() -> None:

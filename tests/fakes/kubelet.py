@@ -26,11 +26,9 @@ from lmcache_nodeagent.device_plugin.protocol import device_plugin_v1beta1_pb2 a
 from lmcache_nodeagent.device_plugin.protocol import device_plugin_v1beta1_pb2_grpc as plugin_stubs
 from lmcache_nodeagent.device_plugin.protocol import pod_resources_v1_pb2 as list_api
 from lmcache_nodeagent.device_plugin.protocol import pod_resources_v1_pb2_grpc as list_stubs
-from tests.polling import poll_until
+from tests.polling import PATIENCE_SECONDS, poll_until
 
 _PRE_START_SECONDS = 30.0  # constants.go of the protocol
-_CALL_SECONDS = 10.0
-_START_SECONDS = 15.0
 
 
 class _Kubelet(plugin_stubs.RegistrationServicer, list_stubs.PodResourcesListerServicer):
@@ -69,7 +67,7 @@ class _Kubelet(plugin_stubs.RegistrationServicer, list_stubs.PodResourcesListerS
 
     def _follow(self, plugin: Any) -> None:  # noqa: ANN401  # a stub
         try:
-            options = plugin.GetDevicePluginOptions(plugin_api.Empty(), timeout=_CALL_SECONDS)
+            options = plugin.GetDevicePluginOptions(plugin_api.Empty(), timeout=PATIENCE_SECONDS)
             assert options.pre_start_required
             for told in plugin.ListAndWatch(plugin_api.Empty()):
                 self._health = {device.ID: device.health for device in told.devices}
@@ -130,7 +128,7 @@ class _Kubelet(plugin_stubs.RegistrationServicer, list_stubs.PodResourcesListerS
             plugin_api.AllocateRequest(
                 container_requests=[plugin_api.ContainerAllocateRequest(devices_ids=[slot])]
             ),
-            timeout=_CALL_SECONDS,
+            timeout=PATIENCE_SECONDS,
         ).container_responses[0]
         self._keep({**pods, slot: {"namespace": namespace, "pod": pod}})
         seconds = self.start(slot)
@@ -147,7 +145,7 @@ class _Kubelet(plugin_stubs.RegistrationServicer, list_stubs.PodResourcesListerS
         )
         answer = self._plugin.GetPreferredAllocation(
             plugin_api.PreferredAllocationRequest(container_requests=[wanted]),
-            timeout=_CALL_SECONDS,
+            timeout=PATIENCE_SECONDS,
         )
         return str(answer.container_responses[0].deviceIDs[0])
 
@@ -220,13 +218,13 @@ class FakeKubelet:
 
     def wait_healthy(self, slots: int) -> None:
         """Wait until so many devices are there and healthy."""
-        poll_until(lambda: list(self("devices").values()).count("Healthy") == slots, _START_SECONDS)
+        poll_until(lambda: list(self("devices").values()).count("Healthy") == slots)
 
     def _read(self) -> Any:  # noqa: ANN401  # JSON
         assert self._process is not None
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        assert line, f"the kubelet ended with {self._process.wait(_CALL_SECONDS)}"
+        assert line, f"the kubelet ended with {self._process.wait(PATIENCE_SECONDS)}"
         return json.loads(line)
 
     def signal(self, number: signal.Signals) -> None:
@@ -239,7 +237,7 @@ class FakeKubelet:
         if self._process is None:
             return
         self._process.kill()
-        self._process.wait(_CALL_SECONDS)
+        self._process.wait(PATIENCE_SECONDS)
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 stream.close()

@@ -37,12 +37,11 @@ from lmcache_nodeagent.operator_link.messages import (
 )
 from tests.cluster.certificates import Authority
 from tests.fakes.mounted_folder import MountedFolder
-from tests.polling import poll_until
+from tests.polling import PATIENCE_SECONDS, poll_until
 
 TOKEN = "a-token-for-agents"  # noqa: S105  # no secret: the server that takes it ends with the test
 POD = PodRun(namespace="default", name="engine-0", uid="uid-1", container="engine")
 
-WAIT_SECONDS = 20.0
 """For what takes a moment: generous, since the machine may be busy."""
 
 _T = TypeVar("_T")
@@ -75,12 +74,12 @@ class Stream:
     @property
     def hello(self) -> Hello:
         """The agent's first message."""
-        return poll_until(lambda: next(iter(self.heard(Hello)), None), WAIT_SECONDS, "a hello")
+        return poll_until(lambda: next(iter(self.heard(Hello)), None), "a hello")
 
     @property
     def state(self) -> AgentState:
         """The newest word about the agent as a whole."""
-        return poll_until(lambda: next(reversed(self.heard(AgentState)), None), WAIT_SECONDS)
+        return poll_until(lambda: next(reversed(self.heard(AgentState)), None))
 
     @property
     def complete(self) -> bool:
@@ -103,7 +102,7 @@ class Stream:
             found = (report for key, report in self.instances().items() if key[0] == instance_id)
             return max(found, key=lambda report: report.registration, default=None)
 
-        return poll_until(newest, WAIT_SECONDS, f"instance {instance_id} is reported")
+        return poll_until(newest, f"instance {instance_id} is reported")
 
     def journal(self) -> list[JournalEntry]:
         """Return the journal entries, in their order."""
@@ -115,7 +114,6 @@ class Stream:
             lambda: next(
                 (e for e in self.journal() if (e.kind, e.instance_id) == (kind, instance_id)), None
             ),
-            WAIT_SECONDS,
             f"{kind} of {instance_id}",
         )
 
@@ -138,7 +136,6 @@ class Stream:
                 if (report := self.instances()[instance_id, registration]).mapping == pod
                 else None
             ),
-            WAIT_SECONDS,
             "the mapping is repeated",
         )
 
@@ -252,8 +249,8 @@ class LinkOperator:
         self._server.shutdown()
         for stream in self.open_streams():
             stream.connection.close(1001)
-            assert stream.closed.wait(WAIT_SECONDS)
-        self._thread.join(WAIT_SECONDS)
+            assert stream.closed.wait(PATIENCE_SECONDS)
+        self._thread.join(PATIENCE_SECONDS)
         self._server = self._thread = None
 
     def open_streams(self) -> list[Stream]:
@@ -267,7 +264,7 @@ class LinkOperator:
             found = self.streams[number - 1] if len(self.streams) >= number else None
             return found if found and found.complete and found.heard(AgentState) else None
 
-        return poll_until(said_all, WAIT_SECONDS, f"stream {number} has said all")
+        return poll_until(said_all, f"stream {number} has said all")
 
     def _admit(self, connection: ServerConnection, request: Request) -> Response | None:
         given = request.headers.get("Authorization", "")

@@ -9,6 +9,8 @@ import threading
 from types import TracebackType
 from typing import Self
 
+from tests.polling import PATIENCE_SECONDS
+
 _CHUNK = 65536
 
 
@@ -105,7 +107,7 @@ class TcpProxy:
     ) -> None:
         self._stopping = True
         self.cut()
-        self._thread.join(5)
+        self._thread.join(PATIENCE_SECONDS)
         self._listener.close()
         self._wakeup.close()
         self._waker.close()

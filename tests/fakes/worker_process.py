@@ -25,6 +25,7 @@ from lmcache_worker.client import HOST_EVENT, WorkerClient
 from lmcache_worker.shared_memory import SharedKvCache
 from lmcache_worker.wire import CacheKey
 from tests.leaks import made_for_us
+from tests.polling import PATIENCE_SECONDS
 
 BLOCKS, BLOCK_TOKENS, LAYERS = 64, 16, 2
 MODEL = "demo/model"
@@ -40,7 +41,7 @@ class Worker:
 
     def __init__(self, url: str, instance_id: int) -> None:
         self.instance_id = instance_id
-        self._client = WorkerClient(url)
+        self._client = WorkerClient(url, timeout_seconds=PATIENCE_SECONDS)
         self._caches = [
             SharedKvCache.create([2, BLOCKS, BLOCK_TOKENS, 2, 8]) for _ in range(LAYERS)
         ]
@@ -234,7 +235,7 @@ class WorkerProcess:
     def kill(self) -> None:
         """SIGKILL, wait, and remove the names of its memory, which nobody else will."""
         self.signal(signal.SIGKILL)
-        self.process.wait(10)
+        self.process.wait(PATIENCE_SECONDS)
         self._remove_files()
 
     def _remove_files(self) -> None:
@@ -246,7 +247,7 @@ class WorkerProcess:
         if self.process.poll() is None:
             self.signal(signal.SIGCONT)
             self.signal(signal.SIGKILL)
-        self.process.wait(10)
+        self.process.wait(PATIENCE_SECONDS)
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()

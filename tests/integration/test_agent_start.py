@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.polling import PATIENCE_SECONDS
+
 
 @pytest.fixture
 def taken_port() -> Iterator[int]:
@@ -19,7 +21,9 @@ def taken_port() -> Iterator[int]:
 
 def _start(*flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "lmcache_nodeagent", "--l1-size-gb=0.01", *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
+    )
 
 
 def test_a_taken_message_port_is_named(taken_port: int) -> None:

@@ -14,10 +14,9 @@ from lmcache_nodeagent.contexts.host import HostContext, open_host_context
 from lmcache_nodeagent.errors import TransferError
 from lmcache_nodeagent.protocol.messages import LayoutHints
 from tests.fakes.paged_memory import create_segment, fill, kv_tensor
-from tests.polling import poll_until
+from tests.polling import PATIENCE_SECONDS, poll_until
 
 SHAPE = [2, 64, 16, 2, 8]
-TIMEOUT_SECONDS = 10.0
 
 
 def mapped(directory: Path) -> bool:
@@ -54,13 +53,13 @@ def test_close_waits_for_the_copy_in_flight(
 
     def held_gather(copier: GroupCopier, *arguments: object) -> None:
         started.set()
-        assert go_on.wait(TIMEOUT_SECONDS)
+        assert go_on.wait(PATIENCE_SECONDS)
         real_gather(copier, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(GroupCopier, "gather", held_gather)
     data = memoryview(bytearray(context.layout.object_nbytes))
     copy = pool.submit(context.gather, [[0, 1]], [0], [data])
-    assert started.wait(TIMEOUT_SECONDS)
+    assert started.wait(PATIENCE_SECONDS)
     closes = [pool.submit(context.close) for _ in range(2)]
 
     def refused() -> bool:
@@ -70,12 +69,12 @@ def test_close_waits_for_the_copy_in_flight(
             return True
         return False
 
-    poll_until(refused, TIMEOUT_SECONDS, "the fence")
+    poll_until(refused, "the fence")
     assert not any(close.done() for close in closes)
     assert mapped(tmp_path)
     go_on.set()
     for future in (copy, *closes):
-        future.result(TIMEOUT_SECONDS)
+        future.result(PATIENCE_SECONDS)
     assert not mapped(tmp_path)
 
 
@@ -107,7 +106,7 @@ def test_copies_run_side_by_side(context: HostContext, pool: ThreadPoolExecutor)
         there = [thread * 8 + i for i in (7, 6, 5, 4)]
         first = [memoryview(bytearray(size)) for _ in range(2)]
         again = [memoryview(bytearray(size)) for _ in range(2)]
-        barrier.wait(TIMEOUT_SECONDS)
+        barrier.wait(PATIENCE_SECONDS)
         for _ in range(rounds):
             context.gather([here], [0, 1], first)
             context.scatter([there], list(enumerate(first)), 0)

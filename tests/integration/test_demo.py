@@ -9,11 +9,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.polling import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 COMMAND = (sys.executable, "-m", "demo")
@@ -45,19 +46,22 @@ TIMELINE = (
 
 def _run(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*COMMAND, *flags], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
+        [*COMMAND, *flags],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
     )
 
 
 def test_shows_a_reap_with_reason_and_latency_and_spares_the_living() -> None:
-    """All lines of the timeline appear in order, within 30 s.
+    """All lines of the timeline appear in order.
 
     Here as below, the check of every test finds shared memory that is left behind.
     """
-    started = time.monotonic()
     done = _run()
     assert done.returncode == 0, done.stdout + done.stderr
-    assert time.monotonic() - started < 30
     assert done.stderr == ""
     assert "\033" not in done.stdout, "colour is for terminals"
     rest = done.stdout
@@ -107,7 +111,7 @@ def test_cleans_up_when_interrupted(number: signal.Signals, moment: str) -> None
         rest = demo.stdout.read()
     assert demo.returncode == 130, rest
     assert "cleaned up" in rest
-    assert psutil.wait_procs(family, timeout=5)[1] == []
+    assert psutil.wait_procs(family, timeout=PATIENCE_SECONDS)[1] == []
 
 
 @pytest.mark.parametrize("no_color", ["", "1"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,7 +61,7 @@ def test_workers_share_what_they_store(agent: AgentProcess, url: str) -> None:
         assert l1(agent)["objects"] == 2
         writer.ask("unregister")
         assert reader.ask("load", 1) is True
-        poll_until(lambda: l1(agent)["pinned_bytes"] == l1(agent)["staging_bytes"] == 0, 5)
+        poll_until(lambda: l1(agent)["pinned_bytes"] == l1(agent)["staging_bytes"] == 0)
     assert agent.metric("retrieves_total", ok="true") == 2
 
 
@@ -78,8 +77,8 @@ def test_a_worker_killed_in_the_middle_of_a_store_leaves_nothing(
         assert l1(agent)["staging_bytes"] == 2 * CHUNK_BYTES
         assert other.ask("lookup", 1) == 0
         victim.kill()
-        agent.wait_reaped(victim.instance_id, 10)
-        poll_until(lambda: l1(agent)["staging_bytes"] == l1(agent)["quarantined_bytes"] == 0, 10)
+        agent.wait_reaped(victim.instance_id)
+        poll_until(lambda: l1(agent)["staging_bytes"] == l1(agent)["quarantined_bytes"] == 0)
         assert other.ask("lookup", 1) == 0
         assert other.ask("load", 1) is None
         assert other.ask("store", 1)
@@ -95,8 +94,8 @@ def test_a_worker_killed_in_the_middle_of_a_load_leaves_nothing(
         assert victim.ask("start_reading", 1)
         assert l1(agent)["pinned_objects"] == 2
         victim.kill()
-        agent.wait_reaped(victim.instance_id, 10)
-        poll_until(lambda: l1(agent)["pinned_objects"] == 0, 10)
+        agent.wait_reaped(victim.instance_id)
+        poll_until(lambda: l1(agent)["pinned_objects"] == 0)
         assert other.ask("load", 1) is True
     assert (Path("/dev/shm") / f"lmcache-kube.l1.{POOL}").exists()
 
@@ -116,9 +115,9 @@ def test_a_frozen_worker_writes_and_reads_where_it_was_told_to(flags: tuple[str,
         assert frozen.ask("start_reading", 1)
         assert frozen.ask("prepare", 2) == [0, 1]
         frozen.signal(signal.SIGSTOP)
-        poll_until(lambda: other.ask("ping") and agent.reaps(), 60)
+        poll_until(lambda: other.ask("ping") and agent.reaps())
         assert agent.reaps()[0]["reason"] == "heartbeat_timeout"
-        assert poll_until(lambda: agent.log_records("slots_quarantined"), 5)
+        assert poll_until(lambda: agent.log_records("slots_quarantined"))
         assert l1(agent)["quarantined_bytes"] == 2 * CHUNK_BYTES
         assert l1(agent)["pinned_objects"] == 2
         for prompt in range(10, 30):
@@ -129,7 +128,7 @@ def test_a_frozen_worker_writes_and_reads_where_it_was_told_to(flags: tuple[str,
         assert frozen.ask("commit", 2) is False
         assert frozen.ask("finish_reading", 1) is True
         assert other.ask("load", 2) is True
-        poll_until(lambda: l1(agent)["staging_bytes"] == l1(agent)["pinned_objects"] == 0, 5)
+        poll_until(lambda: l1(agent)["staging_bytes"] == l1(agent)["pinned_objects"] == 0)
         assert frozen.ask("ping") is False
         assert frozen.ask("register") is True
         assert frozen.ask("store", 3)
@@ -160,11 +159,9 @@ def test_a_request_is_answered_while_another_one_never_commits(agent: AgentProce
         assert other.ask("store", 1)
         assert slow.ask("start_reading", 1)
         assert slow.ask("prepare", 2) == [0, 1]
-        started = time.monotonic()
         assert other.ask("prepare", 2) is None
         assert other.ask("commit", 2) is False
         assert other.ask("load", 1) is True
-        assert time.monotonic() - started < 2
         slow.ask("write", 2)
         assert slow.ask("commit", 2) is True
         assert other.ask("load", 2) is True

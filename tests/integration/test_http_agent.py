@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.fakes.agent_process import AgentProcess
 from tests.fakes.stub_agent import StubAgent
 from tests.fakes.worker_process import MODEL, WorkerProcess
-from tests.polling import poll_until
+from tests.polling import PATIENCE_SECONDS, poll_until
 
 LARGE_ID = (1 << 63) - 1
 MAPPED_BYTES = 2 * 2 * 64 * 16 * 2 * 8 * 2
@@ -80,7 +80,7 @@ def ask(
     agent: AgentProcess, path: str, method: str = "GET", host: str = "127.0.0.1"
 ) -> tuple[int, bytes]:
     """Send one request; return status and body."""
-    connection = http.client.HTTPConnection(host, agent.http_port, timeout=10)
+    connection = http.client.HTTPConnection(host, agent.http_port, timeout=PATIENCE_SECONDS)
     try:
         connection.request(method, path)
         reply = connection.getresponse()
@@ -126,7 +126,7 @@ def test_status_tells_how_liveness_and_l1_stand(agent: AgentProcess) -> None:
         assert 0 < status["l1"]["pinned_bytes"] <= status["l1"]["used_bytes"]
         worker.ask("end_session", 1)
         worker.ask("unregister")
-    poll_until(lambda: agent.status()["l1"]["pinned_bytes"] == 0, 5)
+    poll_until(lambda: agent.status()["l1"]["pinned_bytes"] == 0)
     assert agent.status()["worker_liveness"]["tracked_instances"] == 0
 
 
@@ -165,7 +165,7 @@ def test_a_release_in_progress_is_shown_as_such() -> None:
         worker.ask("register")
         agent.hold("close")
         worker.tell("unregister")
-        poll_until(lambda: agent.holding("close"), 5, "the release has begun")
+        poll_until(lambda: agent.holding("close"), "the release has begun")
         (entry,) = agent.get("/v1/instances")["instances"]
         assert entry.keys() == INSTANCE_KEYS
         assert (entry["state"], entry["window"], entry["deadline_seconds"]) == (
@@ -190,7 +190,7 @@ def test_the_journal_of_reaps_can_be_followed() -> None:
                 worker.ask("register")
                 assert worker.ask("ping") is True
                 worker.kill()
-                agent.wait_reaped(LARGE_ID - number, 5)
+                agent.wait_reaped(LARGE_ID - number)
             page = agent.get(f"/v1/reaps?since={position}")
             seen += page["reaps"]
             position = page["next"]
@@ -237,7 +237,9 @@ def test_what_is_not_public_is_answered_to_loopback_only(agent: AgentProcess) ->
 
 def test_claiming_to_be_on_this_machine_does_not_help(agent: AgentProcess) -> None:
     """The kernel's word counts, no header's."""
-    connection = http.client.HTTPConnection(other_address(), agent.http_port, timeout=10)
+    connection = http.client.HTTPConnection(
+        other_address(), agent.http_port, timeout=PATIENCE_SECONDS
+    )
     for header in ("X-Forwarded-For", "X-Real-IP", "Forwarded"):
         value = "for=127.0.0.1" if header == "Forwarded" else "127.0.0.1"
         connection.request("GET", "/status", headers={header: value, "Host": "localhost"})

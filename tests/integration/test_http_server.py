@@ -7,7 +7,6 @@ import http.client
 import logging
 import socket
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
@@ -15,7 +14,7 @@ import pytest
 from lmcache_nodeagent.errors import ConfigError
 from lmcache_nodeagent.observability import http as http_module
 from lmcache_nodeagent.observability.http import HttpServer, listen
-from tests.polling import poll_until
+from tests.polling import PATIENCE_SECONDS, poll_until
 
 HOST = "127.0.0.1"
 
@@ -60,13 +59,13 @@ def server() -> Iterator[HttpServer]:
     thread.start()
     yield server
     server.stop()
-    thread.join(timeout=5)
+    thread.join(timeout=PATIENCE_SECONDS)
     assert not thread.is_alive()
 
 
 def get(port: int, path: str, host: str = HOST) -> tuple[int, bytes]:
     """Send one request and read the answer."""
-    connection = http.client.HTTPConnection(host, port, timeout=5)
+    connection = http.client.HTTPConnection(host, port, timeout=PATIENCE_SECONDS)
     try:
         connection.request("GET", path)
         answer = connection.getresponse()
@@ -79,14 +78,14 @@ def test_the_port_is_known_before_serving_and_early_clients_are_answered() -> No
     """With port 0 the agent prints the port it got."""
     server = HttpServer(listen(HOST, 0), SmallView())
     assert server.port > 0
-    early = socket.create_connection((HOST, server.port), timeout=5)
+    early = socket.create_connection((HOST, server.port), timeout=PATIENCE_SECONDS)
     early.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
     thread = threading.Thread(target=server.run, name="http")
     thread.start()
     assert early.recv(100).startswith(b"HTTP/1.0 200 OK")
     early.close()
     server.stop()
-    thread.join(timeout=5)
+    thread.join(timeout=PATIENCE_SECONDS)
 
 
 def test_a_server_that_never_ran_gives_its_port_back() -> None:
@@ -119,7 +118,7 @@ def test_hosts_of_both_families_can_be_given(host: str, reached_at: str) -> None
         assert get(server.port, "/v1/reaps?since=3", host=reached_at) == (200, b'{"next": 3}\n')
     finally:
         server.stop()
-        thread.join(timeout=5)
+        thread.join(timeout=PATIENCE_SECONDS)
 
 
 def test_clients_that_send_half_a_request_hold_up_nobody(server: HttpServer) -> None:
@@ -127,9 +126,7 @@ def test_clients_that_send_half_a_request_hold_up_nobody(server: HttpServer) -> 
     slow = [socket.create_connection((HOST, server.port)) for _ in range(50)]
     for client in slow:
         client.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n")
-    started = time.monotonic()
     assert get(server.port, "/healthz")[0] == 200
-    assert time.monotonic() - started < 10
     for client in slow:
         client.close()
 
@@ -140,9 +137,7 @@ def test_clients_that_do_not_read_hold_up_nobody(server: HttpServer) -> None:
     for client in deaf:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.sendall(b"GET /v1/instances HTTP/1.1\r\nHost: x\r\n\r\n")
-    started = time.monotonic()
     assert get(server.port, "/healthz")[0] == 200
-    assert time.monotonic() - started < 10
     for client in deaf:
         client.close()
 
@@ -150,7 +145,7 @@ def test_clients_that_do_not_read_hold_up_nobody(server: HttpServer) -> None:
 @pytest.mark.slow
 def test_idle_connections_are_cut_off(server: HttpServer) -> None:
     """So that they cannot pile up."""
-    with socket.create_connection((HOST, server.port), timeout=20) as idle:
+    with socket.create_connection((HOST, server.port), timeout=PATIENCE_SECONDS) as idle:
         assert idle.recv(1) == b""
 
 
@@ -161,14 +156,14 @@ def test_a_fault_of_the_view_is_a_500_and_the_server_goes_on(
     status, body = get(server.port, "/status")
     assert status == 500
     assert b"a fault of the view" not in body
-    poll_until(lambda: "a fault of the view" in caplog.text, 5, "the traceback is logged")
+    poll_until(lambda: "a fault of the view" in caplog.text, "the traceback is logged")
     assert any(record.levelno == logging.ERROR for record in caplog.records)
     assert get(server.port, "/healthz")[0] == 200
 
 
 def test_garbage_is_refused_and_the_server_goes_on(server: HttpServer) -> None:
     """Whatever speaks on the port."""
-    with socket.create_connection((HOST, server.port), timeout=5) as client:
+    with socket.create_connection((HOST, server.port), timeout=PATIENCE_SECONDS) as client:
         client.sendall(b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\r\n\r\n")
         assert b"400 Bad Request" in client.recv(100)
     assert get(server.port, "/healthz")[0] == 200
@@ -185,7 +180,7 @@ def test_a_client_with_many_connections_loses_them_and_others_keep_theirs(
     with contextlib.ExitStack() as stack:
         stack.callback(thread.join, 5)
         stack.callback(server.stop)
-        probe = http.client.HTTPConnection(HOST, server.port, timeout=30)
+        probe = http.client.HTTPConnection(HOST, server.port, timeout=PATIENCE_SECONDS)
         stack.callback(probe.close)
         probe.connect()
         many = [
@@ -194,7 +189,7 @@ def test_a_client_with_many_connections_loses_them_and_others_keep_theirs(
             )
             for _ in range(300)
         ]
-        poll_until(lambda: sum(map(_was_closed, many)) >= 300 - 48, 30, "room is made")
+        poll_until(lambda: sum(map(_was_closed, many)) >= 300 - 48, "room is made")
         probe.request("GET", "/healthz")
         assert probe.getresponse().status == 200
     assert not thread.is_alive()

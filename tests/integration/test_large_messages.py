@@ -13,6 +13,7 @@ from lmcache_worker.engine_driven import EngineDrivenClient
 from lmcache_worker.wire import CacheKey, ChunkDescription
 from tests.fakes.agent_process import FAST_WINDOWS, AgentProcess
 from tests.fakes.raw_client import RawDealer
+from tests.polling import PATIENCE_SECONDS
 
 MODEL, INSTANCE_ID = "large", 1 << 40
 TOKENS, CHUNKS, LAYERS, HIDDEN = 256, 4, 8, 128
@@ -103,5 +104,7 @@ def test_a_large_frame_in_the_place_of_a_small_one_is_refused(
         dealer.send(*frames)
         dealer.skip_uids(2)
         uid = dealer.request("noop")
-        replies = iter(lambda: dealer.receive(10), None)  # the refusal, where there is one, first
+        replies = iter(
+            lambda: dealer.receive(PATIENCE_SECONDS), None
+        )  # the refusal, where there is one, first
         assert next(reply.value for reply in replies if reply.uid == uid) == "OK"

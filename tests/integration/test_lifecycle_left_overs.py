@@ -18,7 +18,7 @@ import pytest
 from tests.fakes.agent_process import AgentProcess
 from tests.fakes.raw_client import regions_of
 from tests.fakes.worker_process import WorkerProcess
-from tests.polling import poll_until
+from tests.polling import PATIENCE_SECONDS, poll_until
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "lmcache-kube.l1."
@@ -175,10 +175,10 @@ def test_a_reader_that_leaves_or_is_killed_takes_nothing_with_it(interpreter: st
             assert leaving.stdin is not None
             leaving.stdin.write("\n")
             leaving.stdin.flush()
-            assert leaving.wait(10) == 0
+            assert leaving.wait(PATIENCE_SECONDS) == 0
         with attached(interpreter, region) as killed:
             killed.kill()
-            killed.wait(10)
+            killed.wait(PATIENCE_SECONDS)
         time.sleep(RESOURCE_TRACKER_SECONDS)  # what must not happen needs this long
         assert region.stat().st_ino == identity
         serves(agent)
@@ -225,7 +225,7 @@ def test_a_stopped_agent_lets_its_workers_memory_go() -> None:
 
         assert mapped()
         worker.ask("unregister")
-        poll_until(lambda: not mapped(), 5, "its memory is unmapped")
+        poll_until(lambda: not mapped(), "its memory is unmapped")
         worker.ask("register")
         agent.signal(signal.SIGTERM)
-        assert agent.process.wait(10) == 0
+        assert agent.process.wait(PATIENCE_SECONDS) == 0

@@ -20,14 +20,16 @@ from tests.fakes.agent_process import AgentProcess, shared_memory_files
 from tests.fakes.netns import needs_root
 from tests.fakes.raw_client import RawDealer, regions_of
 from tests.fakes.worker_process import WorkerProcess
-from tests.polling import poll_until
+from tests.polling import PATIENCE_SECONDS, poll_until
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 SMALL = ("--port=0", "--http-port=0", "--l1-size-gb=0.0625")
 
 
-def start_fails(*flags: str, wrapper: tuple[str, ...] = (), timeout: float = 20) -> tuple[int, str]:
+def start_fails(
+    *flags: str, wrapper: tuple[str, ...] = (), timeout: float = PATIENCE_SECONDS
+) -> tuple[int, str]:
     """Run an agent that must end by itself; return its exit status and standard error."""
     name = f"failing-start-{os.getpid()}"
     done = subprocess.run(
@@ -60,7 +62,7 @@ def test_the_ready_line_is_all_of_standard_output_and_true() -> None:
             assert dealer.call("noop").value == "OK"
         socket.create_connection(("127.0.0.1", ready["http_port"])).close()
         process.send_signal(signal.SIGTERM)
-        rest, _ = process.communicate(timeout=10)
+        rest, _ = process.communicate(timeout=PATIENCE_SECONDS)
         assert rest == ""
         assert process.returncode == 0
 
@@ -79,7 +81,7 @@ def test_a_signal_during_the_start_leaves_nothing(delay_seconds: float, tmp_path
         )
         time.sleep(delay_seconds)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) in {0, -signal.SIGTERM}
+        assert process.wait(PATIENCE_SECONDS) in {0, -signal.SIGTERM}
     assert not any(name in file for file in shared_memory_files())
     if process.returncode == 0:
         assert "Traceback" not in log.read_text()
@@ -221,7 +223,7 @@ def test_hosts_of_both_families_can_be_bound(host: str, reached_at: list[str]) -
             with WorkerProcess(f"tcp://{address}:{agent.port}", 3) as worker:
                 worker.ask("register")
                 assert worker.ask("ping") is True
-                poll_until(partial(_shows_port_of, agent, address), 10, f"{address} and a port")
+                poll_until(partial(_shows_port_of, agent, address), f"{address} and a port")
                 worker.ask("unregister")
 
 

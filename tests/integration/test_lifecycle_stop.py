@@ -28,7 +28,7 @@ from tests.fakes.spawning_agent import PID_FILE
 from tests.fakes.stub_agent import StubAgent
 from tests.fakes.worker_process import WorkerProcess
 from tests.fixtures.wire import requests
-from tests.polling import poll_until
+from tests.polling import BUSY_SECONDS, PATIENCE_SECONDS, poll_until
 
 STOP_SECONDS = 10.0
 O_CLOEXEC = os.O_CLOEXEC
@@ -41,14 +41,12 @@ def agent() -> Iterator[AgentProcess]:
         yield process
 
 
-def stops_clean(agent: AgentProcess, number: signal.Signals = signal.SIGTERM) -> float:
-    """Signal it; see that it leaves in time, with 0, without region, port or complaint."""
+def stops_clean(agent: AgentProcess, number: signal.Signals = signal.SIGTERM) -> None:
+    """Signal it; see that it leaves with 0, without region, port or complaint."""
     (region,) = regions_of(agent.pid)
     port = agent.port
-    started = time.monotonic()
     agent.signal(number)
-    assert agent.process.wait(STOP_SECONDS) == 0
-    took = time.monotonic() - started
+    assert agent.process.wait(PATIENCE_SECONDS) == 0
     assert not region.exists()
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -57,13 +55,12 @@ def stops_clean(agent: AgentProcess, number: signal.Signals = signal.SIGTERM) ->
     log = agent.log_text()
     assert "Traceback" not in log
     assert "Assertion" not in log
-    return took
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_an_idle_agent_leaves_at_a_signal(agent: AgentProcess, number: signal.Signals) -> None:
     """Before its first client; what Kubernetes sends, a terminal, and one that is closed."""
-    assert stops_clean(agent, number) < 5
+    stops_clean(agent, number)
 
 
 def test_a_second_signal_makes_nothing_worse(agent: AgentProcess) -> None:
@@ -86,7 +83,7 @@ def test_a_signal_right_after_the_ready_line_is_never_lost() -> None:
         with AgentProcess() as agent:
             time.sleep(attempt * 0.002)
             agent.signal(signal.SIGTERM)
-            assert agent.process.wait(5) == 0
+            assert agent.process.wait(PATIENCE_SECONDS) == 0
 
 
 @pytest.mark.parametrize("sent", [b"", GREETING[:GREETING_SPLIT], GREETING], ids=len)
@@ -124,14 +121,14 @@ def test_what_runs_when_it_stops_is_finished_and_answered() -> None:
         assert late.call("noop").value == "OK"
         agent.hold("gather")
         worker.tell("store", 1)
-        poll_until(lambda: agent.holding("gather"), 5, "the store runs")
+        poll_until(lambda: agent.holding("gather"), "the store runs")
         agent.signal(signal.SIGTERM)
-        poll_until(lambda: not agent.get("/readyz")["ready"], 5, "it is stopping")
+        poll_until(lambda: not agent.get("/readyz")["ready"], "it is stopping")
         uid = late.request("lookup", *requests.frames("lookup"))
         assert "stopping" in str(late.reply_to(uid).refusal)
         agent.let_go("gather")
         assert worker.result() is True
-        assert agent.process.wait(STOP_SECONDS) == 0
+        assert agent.process.wait(PATIENCE_SECONDS) == 0
 
 
 @pytest.mark.slow
@@ -141,14 +138,14 @@ def test_what_never_ends_is_answered_no_and_left_behind() -> None:
         worker.ask("register")
         agent.hold("gather")
         worker.tell("store", 1)
-        poll_until(lambda: agent.holding("gather"), 5, "the store hangs")
+        poll_until(lambda: agent.holding("gather"), "the store hangs")
         uid = other.request("store", *requests.frames("store"))
         assert says_no("store", other.reply_to(uid))
         started = time.monotonic()
         agent.signal(signal.SIGTERM)
         assert worker.result() is False
-        assert agent.process.wait(STOP_SECONDS) == 0
-        assert time.monotonic() - started < STOP_SECONDS
+        assert agent.process.wait(PATIENCE_SECONDS) == 0
+        assert time.monotonic() - started < STOP_SECONDS + BUSY_SECONDS
 
 
 class _Churn(threading.Thread):
@@ -204,13 +201,13 @@ def test_it_leaves_in_the_middle_of_traffic_every_time() -> None:
             threads = [*clients, _Watch(agent, stop)]
             for thread in threads:
                 thread.start()
-            poll_until(lambda: _in_full_swing(clients), 60, "churn")  # noqa: B023
+            poll_until(lambda: _in_full_swing(clients), "churn")  # noqa: B023
             try:
                 stops_clean(agent)
             finally:
                 stop.set()
                 for thread in threads:
-                    thread.join(20)
+                    thread.join(PATIENCE_SECONDS)
 
 
 def test_every_descriptor_is_closed_for_children(agent: AgentProcess) -> None:

@@ -14,10 +14,9 @@ from tests.fakes.agent_process import FAST_WINDOWS, AgentProcess
 from tests.fakes.link_operator import POD, LinkOperator, Stream
 from tests.fakes.netns import NetNamespace, needs_root
 from tests.fakes.worker_process import WorkerProcess
-from tests.polling import poll_until
+from tests.polling import BUSY_SECONDS, poll_until
 
 CONFIRM = 5.0
-SLACK = 5.0
 """For a busy machine; what takes a window takes longer than this."""
 
 LONG_WINDOWS = (
@@ -82,15 +81,13 @@ def test_a_reported_end_releases_its_worker_at_once_and_no_other(
     if pings:
         assert dying.ask("ping") is True
     dying.kill()
-    told_at = time.monotonic()
     stream.say(stream.evidence(7, "container_terminated"))
     entry = stream.entry("reaped", 7)
-    assert time.monotonic() - told_at < SLACK
     assert (entry.reason, entry.trigger) == ("container_terminated", "container_terminated")
     assert entry.mapping == POD
     assert entry.released_bytes > 0
     assert entry.latency_seconds is not None
-    assert entry.latency_seconds < SLACK
+    assert entry.latency_seconds < BUSY_SECONDS
     assert set(agent.instances()) == {8}
     assert neighbour.ask("ping") is True
     (reap,) = agent.reaps()
@@ -108,10 +105,10 @@ def test_the_kubelets_word_may_overtake_the_end_of_the_connection(
     dying = start_worker(stack, agent, stream, 7)
     ended = stream.evidence(7, "pod_terminated", finished_at=time.time())
     stream.say(ended)
-    poll_until(lambda: agent.instances()[7]["hints"], SLACK)
+    poll_until(lambda: agent.instances()[7]["hints"])
     assert agent.instances()[7]["held_by"] == "open connection"
     dying.kill()
-    assert agent.wait_reaped(7, SLACK)["reason"] == "pod_terminated"
+    assert agent.wait_reaped(7)["reason"] == "pod_terminated"
 
 
 def test_a_living_worker_refutes_its_reported_end(operator: LinkOperator, stack: ExitStack) -> None:
@@ -119,8 +116,8 @@ def test_a_living_worker_refutes_its_reported_end(operator: LinkOperator, stack:
     agent, stream = start_agent(stack, operator, *FAST_WINDOWS)
     living = start_worker(stack, agent, stream, 7)
     stream.say(stream.evidence(7, "container_terminated", finished_at=time.time() - 1.9))
-    poll_until(lambda: evidence_count(agent, "contradicted") == 1, SLACK)
-    poll_until(lambda: living.ask("ping") and agent.metric("hints_cancelled_total"), SLACK)
+    poll_until(lambda: evidence_count(agent, "contradicted") == 1)
+    poll_until(lambda: living.ask("ping") and agent.metric("hints_cancelled_total"))
     entry = stream.entry("cancelled", 7)
     assert (entry.reason, entry.trigger) in {
         ("proof", "container_terminated"),
@@ -129,7 +126,7 @@ def test_a_living_worker_refutes_its_reported_end(operator: LinkOperator, stack:
     assert entry.mapping == POD
     assert agent.instances()[7]["hints"] == []
     living.kill()
-    assert agent.wait_reaped(7, 3 + SLACK)["reason"] == "connection_closed"
+    assert agent.wait_reaped(7)["reason"] == "connection_closed"
 
 
 def test_what_registered_after_an_end_is_another_run(
@@ -140,18 +137,18 @@ def test_what_registered_after_an_end_is_another_run(
     first = start_worker(stack, agent, stream, 7)
     old = stream.evidence(7, "container_terminated")
     first.kill()
-    poll_until(lambda: agent.instances()[7]["state"] == "closed", SLACK)
+    poll_until(lambda: agent.instances()[7]["state"] == "closed")
     second = stack.enter_context(WorkerProcess(agent.url, 7))
     second.ask("register")
-    poll_until(lambda: agent.instances()[7]["registration"] > old.registration, SLACK)
+    poll_until(lambda: agent.instances()[7]["registration"] > old.registration)
     stream.say(old)
-    poll_until(lambda: evidence_count(agent, "registered_later") == 1, SLACK)
+    poll_until(lambda: evidence_count(agent, "registered_later") == 1)
     registration = int(agent.instances()[7]["registration"])
-    poll_until(lambda: (7, registration) in stream.instances(), SLACK)
+    poll_until(lambda: (7, registration) in stream.instances())
     stream.map(7)
     ended_at = time.time() - 30
     stream.say(stream.evidence(7, "container_terminated", finished_at=ended_at))
-    poll_until(lambda: evidence_count(agent, "contradicted") == 1, SLACK)
+    poll_until(lambda: evidence_count(agent, "contradicted") == 1)
     assert second.ask("ping") is True
     assert agent.instances()[7]["state"] == "active"
     assert agent.reaps() == []
@@ -166,7 +163,7 @@ def test_a_pod_deleted_by_force_while_its_workers_live(
     assert pinging.ask("ping") is True
     for number in (7, 8):
         stream.say(stream.evidence(number, "pod_gone"))
-    poll_until(lambda: all(each["hints"] for each in agent.instances().values()), SLACK)
+    poll_until(lambda: all(each["hints"] for each in agent.instances().values()))
     assert pinging.ask("ping") is True
     entry = stream.entry("cancelled", 7)
     assert (entry.reason, entry.trigger) == ("hint", "pod_gone")
@@ -179,7 +176,7 @@ def test_a_pod_deleted_by_force_while_its_workers_live(
         time.sleep(0.2)
     assert agent.reaps() == []
     idle.kill()
-    assert agent.wait_reaped(8, CONFIRM + SLACK)["reason"] in {"pod_hint", "connection_closed"}
+    assert agent.wait_reaped(8)["reason"] in {"pod_hint", "connection_closed"}
 
 
 def test_a_frozen_worker_of_a_pod_that_is_gone_is_reaped_after_the_hints_window(
@@ -199,7 +196,7 @@ def test_a_frozen_worker_of_a_pod_that_is_gone_is_reaped_after_the_hints_window(
     told_at = time.monotonic()
     stream.say(stream.evidence(7, "pod_gone"))
     entry = stream.entry("reaped", 7)
-    assert CONFIRM <= time.monotonic() - told_at < CONFIRM + SLACK
+    assert CONFIRM <= time.monotonic() - told_at < CONFIRM + BUSY_SECONDS
     assert (entry.reason, entry.trigger) == ("pod_hint", "pod_gone")
     frozen.signal(signal.SIGCONT)
     assert frozen.ask("ping") is False
@@ -234,7 +231,7 @@ def test_a_half_open_connection_holds_no_memory_beyond_the_hints_window(
     dying.kill()
     told_at = time.monotonic()
     stream.say(stream.evidence(7, "pod_gone"))
-    assert agent.wait_reaped(7, CONFIRM + SLACK)["reason"] == "pod_hint"
+    assert agent.wait_reaped(7)["reason"] == "pod_hint"
     assert time.monotonic() - told_at >= CONFIRM
     network.lose_nothing()
 
@@ -274,9 +271,9 @@ def test_evidence_that_is_not_about_this_worker_is_refused_and_counted(
     gone = start_worker(stack, agent, stream, 7)
     said = stream.evidence(7, "container_terminated", **changes)
     gone.kill()
-    poll_until(lambda: agent.instances()[7]["state"] == "closed", SLACK)
+    poll_until(lambda: agent.instances()[7]["state"] == "closed")
     stream.say(said, said)
-    poll_until(lambda: evidence_count(agent, outcome) == 2, SLACK)
+    poll_until(lambda: evidence_count(agent, outcome) == 2)
     assert agent.instances()[7]["hints"] == []
     assert agent.reaps() == []
 
@@ -293,10 +290,10 @@ def test_a_replayed_hint_has_no_second_effect(operator: LinkOperator, stack: Exi
         labels = {"trigger": "pod_gone", "kind": "hint", "outcome": outcome}
         return agent.metric("operator_evidence_total", **labels)
 
-    poll_until(lambda: (count("applied"), count("repeated")) == (1, 1), SLACK)
+    poll_until(lambda: (count("applied"), count("repeated")) == (1, 1))
     assert living.ask("ping") is True
     stream.say(said)
-    poll_until(lambda: count("repeated") == 2, SLACK)
+    poll_until(lambda: count("repeated") == 2)
     assert agent.instances()[7]["hints"] == []
 
 
@@ -309,7 +306,7 @@ def test_disabled_means_that_the_agent_judges_alone(
     dying = start_worker(stack, agent, stream, 7)
     dying.kill()
     stream.say(stream.evidence(7, "container_terminated"))
-    assert agent.wait_reaped(7, 3 + SLACK)["reason"] == "connection_closed"
+    assert agent.wait_reaped(7)["reason"] == "connection_closed"
     assert evidence_count(agent, "disabled") == 1
 
 

@@ -15,13 +15,7 @@ from lmcache_nodeagent.operator_link.messages import MAX_FRAME_BYTES, Ack
 from tests.fakes.agent_process import FAST_WINDOWS, AgentProcess
 from tests.fakes.link_operator import POD, LinkOperator, Stream
 from tests.fakes.worker_process import Worker, WorkerProcess
-from tests.polling import poll_until
-
-SOON = 10.0
-"""For a busy machine; an agent tries again within three seconds, and is there within five."""
-
-RETRIES = 30.0
-"""An operator that says no is left in peace for up to fifteen seconds."""
+from tests.polling import BUSY_SECONDS, PATIENCE_SECONDS, poll_until
 
 
 @pytest.fixture
@@ -53,14 +47,12 @@ def link(agent: AgentProcess) -> dict[str, object]:
 
 
 def assert_serves(agent: AgentProcess) -> None:
-    """Whatever the link does, a worker is served at once."""
+    """Whatever the link does, a worker is served."""
     with Worker(agent.url, 99) as worker:
-        asked_at = time.monotonic()
         worker.register()
         assert worker.ping()
         assert worker.store(1)
         worker.unregister()
-        assert time.monotonic() - asked_at < 5
 
 
 def test_an_agent_says_who_it_is_and_all_it_has(
@@ -75,10 +67,10 @@ def test_an_agent_says_who_it_is_and_all_it_has(
     worker.ask("register")
     report = stream.instance(7)
     assert (report.peer, report.connected, report.model) == ("127.0.0.1", True, "demo/model")
-    assert abs(report.registered_at - time.time()) < SOON
+    assert abs(report.registered_at - time.time()) < BUSY_SECONDS
     assert report.bytes > 0
     worker.ask("unregister")
-    poll_until(lambda: not stream.instances(), SOON)
+    poll_until(lambda: not stream.instances())
     assert link(agent)["connected"] is True
     assert agent.metric("operator_link_connected") == 1
 
@@ -92,7 +84,7 @@ def test_while_nothing_changes_nothing_is_said(
     for worker in workers:
         worker.ask("register")
         assert worker.ask("ping") is True
-    poll_until(lambda: {stream.instance(number).state for number in (7, 8)} == {"active"}, SOON)
+    poll_until(lambda: {stream.instance(number).state for number in (7, 8)} == {"active"})
     before = stream.count()
     for worker in workers:
         worker.tell("heartbeat", 0.05, 4.0)
@@ -118,9 +110,9 @@ def test_a_new_stream_says_everything_again(
     assert second.hello == first.hello
     assert second.instances() == first.instances()
     assert [report.mapping for report in second.instances().values()] == [POD]
-    assert poll_until(second.journal, SOON) == [reaped]
+    assert poll_until(second.journal) == [reaped]
     second.acknowledge(1)
-    poll_until(lambda: link(agent)["journal_entries_unacknowledged"] == 0, SOON)
+    poll_until(lambda: link(agent)["journal_entries_unacknowledged"] == 0)
     second.close()
     third = operator.stream(3)
     assert third.journal() == []
@@ -134,13 +126,13 @@ def test_an_operator_that_comes_back_is_found_within_seconds(
     """However long it was away; meanwhile the agent says once that it is."""
     operator.stream()
     operator.stop()
-    poll_until(lambda: agent.metric("operator_link_failures_total", reason="unreachable") >= 6, 30)
+    poll_until(lambda: agent.metric("operator_link_failures_total", reason="unreachable") >= 6)
     assert_serves(agent)
     assert link(agent)["connected"] is False
     operator.start()
     back_at = time.monotonic()
     operator.stream(2)
-    assert time.monotonic() - back_at < SOON
+    assert time.monotonic() - back_at < BUSY_SECONDS
     (down,) = agent.log_records("operator_link_down")
     assert down["reason"] == "unreachable"
 
@@ -166,7 +158,7 @@ def test_an_agent_that_starts_again_is_another_one(
         assert second.instance(7).mapping is None
         second.say(old)
         labels = {"trigger": "container_terminated", "kind": "proof", "outcome": "other_boot"}
-        poll_until(lambda: agent.metric("operator_evidence_total", **labels) == 1, SOON)
+        poll_until(lambda: agent.metric("operator_evidence_total", **labels) == 1)
         second.say(Ack(boot_id=first.hello.boot_id, seq=1000))
         assert worker.ask("ping") is True
         assert len(operator.open_streams()) == 1
@@ -195,7 +187,7 @@ def test_rubbish_ends_the_stream_and_nothing_else(
     if isinstance(frame, str):
         frame = frame.replace("BOOT", agent.boot_id)
     stream.say_raw(frame)
-    assert stream.closed.wait(SOON)
+    assert stream.closed.wait(PATIENCE_SECONDS)
     operator.stream(2)
     assert agent.metric("operator_link_lost_total", reason=reason) == 1
     assert_serves(agent)
@@ -231,7 +223,7 @@ def test_an_operator_of_another_version_is_left_alone(
     operator.subprotocol = subprotocol
     with operator, AgentProcess(*operator.flags) as agent:
         operator.announce()
-        poll_until(lambda: agent.metric("operator_link_failures_total", reason="protocol"), SOON)
+        poll_until(lambda: agent.metric("operator_link_failures_total", reason="protocol"))
         (down,) = agent.log_records("operator_link_down")
         assert down["reason"] == "protocol"
         assert all(stream.count() == 0 for stream in operator.streams)
@@ -255,11 +247,11 @@ def test_an_operator_that_never_answers_holds_up_nothing(
     with AgentProcess(*operator.flags) as agent:
         accepted, _ = deaf.accept()
         assert_serves(agent)
-        poll_until(lambda: agent.metric("operator_link_failures_total"), SOON)
+        poll_until(lambda: agent.metric("operator_link_failures_total"))
         again, _ = deaf.accept()
         asked_at = time.monotonic()
         assert agent.stop() == 0
-        assert time.monotonic() - asked_at < 10
+        assert time.monotonic() - asked_at < 10 + BUSY_SECONDS
         accepted.close()
         again.close()
 
@@ -269,8 +261,8 @@ def test_a_stop_with_an_open_stream_is_quick(agent: AgentProcess, operator: Link
     stream = operator.stream()
     asked_at = time.monotonic()
     assert agent.stop() == 0
-    assert time.monotonic() - asked_at < 8
-    assert stream.closed.wait(SOON)
+    assert time.monotonic() - asked_at < 10 + BUSY_SECONDS
+    assert stream.closed.wait(PATIENCE_SECONDS)
 
 
 # Who may talk to whom
@@ -279,16 +271,16 @@ def test_a_stop_with_an_open_stream_is_quick(agent: AgentProcess, operator: Link
 def test_an_agent_waits_for_an_operator_to_be_named(tmp_path: Path) -> None:
     """The folder is empty, then wrong, then right; each is looked at again."""
     with LinkOperator(tmp_path) as operator, AgentProcess(*operator.flags) as agent:
-        poll_until(lambda: link(agent)["problem"] == "no operator is named", SOON)
+        poll_until(lambda: link(agent)["problem"] == "no operator is named")
         operator.announce("ws://10.0.0.1:8443")
-        poll_until(lambda: "not encrypted" in str(link(agent)["problem"]), SOON)
+        poll_until(lambda: "not encrypted" in str(link(agent)["problem"]))
         (down,) = agent.log_records("operator_link_down")
         assert down["reason"] == "address"
         operator.announce()
         operator.stream()
         assert link(agent)["problem"] == ""
         operator.folder.put({})
-        poll_until(lambda: not operator.open_streams(), SOON)
+        poll_until(lambda: not operator.open_streams())
         assert_serves(agent)
 
 
@@ -299,7 +291,7 @@ def test_an_agent_without_a_token_waits_for_one(tmp_path: Path) -> None:
         token = operator.token_file.read_text()
         operator.token_file.unlink()
         with AgentProcess(*operator.flags) as agent:
-            poll_until(lambda: agent.metric("operator_link_failures_total", reason="token"), SOON)
+            poll_until(lambda: agent.metric("operator_link_failures_total", reason="token"))
             assert operator.refused == 0
             operator.token_file.write_text(token)
             operator.stream()
@@ -322,10 +314,10 @@ def test_an_agent_that_is_refused_goes_on_alone_and_asks_again(
     """Less and less often; the operator's reason is in its log."""
     tokens, operator.tokens = operator.tokens, set()
     with AgentProcess(*operator.flags, *FAST_WINDOWS) as agent, Worker(agent.url, 7) as worker:
-        poll_until(lambda: operator.refused >= 3, SOON)
+        poll_until(lambda: operator.refused >= 3)
         worker.register()
         worker.close()
-        assert agent.wait_reaped(7, 3 + SOON)["reason"] == "connection_closed"
+        assert agent.wait_reaped(7)["reason"] == "connection_closed"
         (down,) = agent.log_records("operator_link_down")
         assert down["reason"] == "unauthorized"
         assert "no such agent" in down["detail"]
@@ -339,11 +331,11 @@ def test_an_operator_in_trouble_is_asked_again_soon(operator: LinkOperator) -> N
     tokens, operator.tokens = operator.tokens, set()
     operator.status_when_refused = HTTPStatus.SERVICE_UNAVAILABLE
     with AgentProcess(*operator.flags) as agent:
-        poll_until(lambda: operator.refused >= 8, RETRIES)
+        poll_until(lambda: operator.refused >= 8)
         operator.tokens = tokens
         back_at = time.monotonic()
         operator.stream()
-        assert time.monotonic() - back_at < SOON
+        assert time.monotonic() - back_at < BUSY_SECONDS
         assert agent.metric("operator_link_failures_total", reason="unavailable") >= 8
 
 
@@ -371,13 +363,15 @@ def test_an_operator_with_a_strange_certificate_is_told_nothing(
     operator.stop()
     operator.renew_authority()
     operator.start()
-    poll_until(lambda: agent.metric("operator_link_failures_total", reason="certificate"), SOON)
+    poll_until(lambda: agent.metric("operator_link_failures_total", reason="certificate"))
     assert len(operator.streams) == 1
     assert operator.refused == 0
     operator.announce()
     back_at = time.monotonic()
     operator.stream(2)
-    assert time.monotonic() - back_at < RETRIES
+    assert (
+        time.monotonic() - back_at < 15 + BUSY_SECONDS
+    )  # one that says no is left in peace for up to 15 s
 
 
 def test_an_agent_follows_its_operator_to_another_address(
@@ -389,5 +383,5 @@ def test_an_agent_follows_its_operator_to_another_address(
         operator.announce(other.url, [other.authority])
         stream: Stream = other.stream()
         assert stream.hello.boot_id == agent.boot_id
-        assert first.closed.wait(SOON)
+        assert first.closed.wait(PATIENCE_SECONDS)
         assert link(agent)["url"] == other.url

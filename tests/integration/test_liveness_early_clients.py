@@ -23,8 +23,8 @@ def test_a_worker_that_connects_before_the_agent_is_ready_is_known_by_its_proces
             worker.ask("register")
             worker.ask("ping")
             peer = f"unix socket, pid {worker.pid}"
-            poll_until(lambda: agent.instances()[WORKER]["peer"] == peer, 10, peer)
+            poll_until(lambda: agent.instances()[WORKER]["peer"] == peer, peer)
             worker.kill()
             # 100 ms are promised; by the closed connection alone it would take 10 s.
-            reap = agent.wait_reaped(WORKER, 10)
+            reap = agent.wait_reaped(WORKER)
     assert reap["reason"] == "process_exit"

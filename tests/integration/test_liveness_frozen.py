@@ -39,7 +39,7 @@ def test_a_frozen_worker_is_reaped_between_t_and_a_quarter_more_and_comes_back(
             worker.ask("register")
             assert worker.ask("ping") is True
         unread.ask("flood", UNREAD_REPLIES)
-        poll_until(lambda: agent.instances()[2]["last_seen_seconds"] > 0.2, 20)  # all are read
+        poll_until(lambda: agent.instances()[2]["last_seen_seconds"] > 0.2)  # all are read
 
         frozen_at = time.monotonic()
         last_seen = {
@@ -51,7 +51,7 @@ def test_a_frozen_worker_is_reaped_between_t_and_a_quarter_more_and_comes_back(
 
         for number, moment in gone_at.items():
             assert T <= moment - last_seen[number] <= 1.25 * T
-            assert agent.wait_reaped(number, 5)["reason"] == "heartbeat_timeout"
+            assert agent.wait_reaped(number)["reason"] == "heartbeat_timeout"
         assert agent.metric("replies_dropped_total") == 0
 
         for worker in (silent, unread):

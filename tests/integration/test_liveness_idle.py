@@ -11,7 +11,7 @@ import pytest
 from lmcache_worker.wire import RequestRefused
 from tests.fakes.agent_process import AgentProcess
 from tests.fakes.worker_process import Worker
-from tests.polling import poll_until
+from tests.polling import BUSY_SECONDS, poll_until
 
 GRACE = 30.0
 """The smallest: no shorter than the smallest T."""
@@ -74,21 +74,19 @@ def test_if_asked_to_the_agent_reaps_idle_workers_at_their_grace(stack: ExitStac
     assert agent.instances()[2]["window"] == "registration_grace"
     while 2 in agent.instances():
         assert pinging.ping()
-        assert time.monotonic() < registered_at + 1.25 * GRACE
+        assert time.monotonic() < registered_at + GRACE + BUSY_SECONDS
         time.sleep(0.2)
     assert time.monotonic() >= registered_at + GRACE
 
-    reap = agent.wait_reaped(2, 5)
+    reap = agent.wait_reaped(2)
     assert reap["reason"] == "registration_grace"
-    poll_until(lambda: agent.metric("instances_reaped_total", reason="registration_grace") == 1, 5)
-    (logged,) = poll_until(lambda: agent.log_records("instance_reaped"), 5)
+    poll_until(lambda: agent.metric("instances_reaped_total", reason="registration_grace") == 1)
+    (logged,) = poll_until(lambda: agent.log_records("instance_reaped"))
     assert logged["instance_id"] == "2"
     assert logged["level"] == "warning"
-    assert GRACE <= logged["silent_seconds"] <= 1.25 * GRACE
+    assert GRACE <= logged["silent_seconds"] <= GRACE + BUSY_SECONDS
 
-    asked_at = time.monotonic()
     assert refused(idle)
-    assert time.monotonic() - asked_at < 5
     idle.register()
     assert idle.store(1)
     assert set(agent.instances()) == {1, 2}

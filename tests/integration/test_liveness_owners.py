@@ -137,15 +137,15 @@ def test_the_same_peer_replaces_the_context_as_a_whole(
     """The old memory is closed and never used again; the first one's late goodbye is refused."""
     first = start(stack, from_here(agent))
     first.register()
-    peer = poll_until(lambda: proven_peer(agent), 5, "its connection is proven")
+    peer = poll_until(lambda: proven_peer(agent), "its connection is proven")
     second = start(stack, from_here(agent))
     if layout == "other":
         use_other_layout(stack, second)
     second.register()
-    poll_until(lambda: open_handles(agent) == handles(second), 5)
+    poll_until(lambda: open_handles(agent) == handles(second))
     assert agent.counts()["opened"] == 2
     assert agent.counts()["closed"] == 1
-    (replaced,) = poll_until(lambda: agent.log_records("context_replaced"), 5)
+    (replaced,) = poll_until(lambda: agent.log_records("context_replaced"))
     assert replaced["level"] == "warning"
     assert replaced["earlier_peer"] == peer
     assert replaced["peer"].startswith("127.0.0.1")  # its port comes with its first reply
@@ -163,7 +163,7 @@ def test_the_same_content_again_is_no_new_registration(agent: StubAgent, stack: 
     first.register()
     second = start(stack, from_here(agent))
     second.borrow_memory(first)
-    poll_until(lambda: agent.instances()[ID]["last_seen_seconds"] > 1, 5)
+    poll_until(lambda: agent.instances()[ID]["last_seen_seconds"] > 1)
     second.register()
     assert agent.instances()[ID]["last_seen_seconds"] < 1
     assert agent.counts()["handles"] == dict.fromkeys(first.segments, 1)
@@ -194,7 +194,7 @@ def test_once_the_owner_is_gone_its_id_is_free_for_anybody(
     owner = start(stack, from_here(agent))
     owner.register()
     owner.close()
-    poll_until(lambda: agent.instances()[ID]["state"] == "closed", 5)
+    poll_until(lambda: agent.instances()[ID]["state"] == "closed")
     heir = start(stack, url(agent))
     heir.register()
     ping_through(agent, heir, 2 * CLOSE_SECONDS)

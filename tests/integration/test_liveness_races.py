@@ -94,7 +94,7 @@ def test_a_reap_that_meets_a_registration_leaves_one_context_or_a_clear_no() -> 
         assert outcomes["served"] + outcomes["told no"] == ROUNDS
         assert outcomes["served"] > ROUNDS / 10
         assert agent.status()["worker_liveness"]["tracked_instances"] == 0
-        poll_until(lambda: not agent.counts()["handles"], 5)
+        poll_until(lambda: not agent.counts()["handles"])
         counts = agent.counts()
         assert counts["opened"] == counts["closed"] >= ROUNDS
         reaped = agent.get("/v1/reaps?since=0")["next"]

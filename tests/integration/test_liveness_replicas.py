@@ -29,7 +29,7 @@ def by_unregister_twice(agent: AgentProcess, worker: WorkerProcess) -> None:
 def by_reap(agent: AgentProcess, worker: WorkerProcess) -> None:
     """A death."""
     worker.kill()
-    agent.wait_reaped(worker.instance_id, 6)
+    agent.wait_reaped(worker.instance_id)
 
 
 @pytest.fixture
@@ -66,4 +66,4 @@ def test_a_replica_that_leaves_does_not_break_the_other_ones_lookups(
         assert agent.metric("models") == 0
         assert asking.ask("lookup", 1) == 0
         asking.ask("end_session", 1)
-        poll_until(lambda: agent.status()["l1"]["pinned_bytes"] == 0, 5)
+        poll_until(lambda: agent.status()["l1"]["pinned_bytes"] == 0)

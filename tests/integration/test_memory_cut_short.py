@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tests.fakes.agent_process import AgentProcess
 from tests.fakes.worker_process import Worker
+from tests.polling import PATIENCE_SECONDS
 
 NOT_WATCHED = """
 import mmap, os, resource, sys
@@ -43,7 +44,7 @@ def test_other_bus_errors_end_the_process_as_ever(tmp_path: Path) -> None:
     """What is not a worker's memory is nothing to go on with."""
     (tmp_path / "file").write_bytes(bytes(4096))
     command = [sys.executable, "-c", NOT_WATCHED, str(tmp_path / "file")]
-    ended = subprocess.run(command, check=False, timeout=60)
+    ended = subprocess.run(command, check=False, timeout=PATIENCE_SECONDS)
     assert ended.returncode == -signal.SIGBUS
 
 

@@ -21,7 +21,7 @@ from tests.e2e.kube import machine, namespaces
 from tests.e2e.kube.__main__ import one_node_at_a_time
 from tests.e2e.kube.image import ImageFailed, fetched
 from tests.fakes.netns import needs_root
-from tests.polling import poll_until
+from tests.polling import PATIENCE_SECONDS, poll_until
 
 _ROOT = Path(__file__).parents[2]
 _NOBODY = "65534"
@@ -72,7 +72,7 @@ def test_root_without_a_power_cannot_host(capability: str, reason: str) -> None:
     assert status == machine.CANNOT_HOST
     if can_host()[0] == 0:  # else this machine lacks something else, and that comes first
         assert any(line.startswith(reason) for line in said), said
-    poll_until(lambda: not list((_ROOT / "build").glob("node-probe-*")), 60, "nothing is left")
+    poll_until(lambda: not list((_ROOT / "build").glob("node-probe-*")), "nothing is left")
 
 
 @pytest.mark.parametrize(
@@ -162,9 +162,9 @@ def test_a_second_node_waits(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
             said.append(capfd.readouterr().out)
             return f"{path} is locked" in "".join(said)
 
-        poll_until(is_told, 20)
+        poll_until(is_told)
         assert not entered
-    thread.join(20)
+    thread.join(PATIENCE_SECONDS)
     assert entered == ["second"]
 
 

@@ -7,8 +7,6 @@ from tests.fakes.stub_agent import StubAgent
 from tests.fakes.worker_process import Worker, WorkerProcess
 from tests.polling import poll_until
 
-WAIT_SECONDS = 30.0
-
 
 def test_only_registrations_wait_for_one_that_hangs() -> None:
     """Whoever is registered goes on; it shows; and those that wait are served when it ends."""
@@ -21,12 +19,12 @@ def test_only_registrations_wait_for_one_that_hangs() -> None:
         registered.register()
         agent.hold("open")
         hanging.tell("register")
-        poll_until(lambda: agent.holding("open") == 1, WAIT_SECONDS)
+        poll_until(lambda: agent.holding("open") == 1)
         waiting.tell("register")
-        poll_until(lambda: agent.metric("queued_requests", pool="sync") >= 1, WAIT_SECONDS)
+        poll_until(lambda: agent.metric("queued_requests", pool="sync") >= 1)
         assert registered.ping()
         assert registered.store(1)
         assert registered.lookup(1) == 2
         assert registered.retrieve(1)
         agent.let_go("open")
-        poll_until(lambda: len(agent.instances()) == 3, WAIT_SECONDS)
+        poll_until(lambda: len(agent.instances()) == 3)

@@ -45,10 +45,10 @@ def test_a_retrieve_that_hangs_fails_at_its_deadline(
     agent.hold("scatter")
     asked_at = time.monotonic()
     uids = [hanging.begin_retrieve(1)]
-    poll_until(lambda: agent.holding("scatter"), 5)
+    poll_until(lambda: agent.holding("scatter"))
     uids.append(hanging.begin_store(9))
     for uid in uids:
-        assert hanging.client.receive(uid, DEADLINE_SECONDS + 5).value == [b"", False]
+        assert hanging.client.receive(uid).value == [b"", False]
     assert time.monotonic() - asked_at >= DEADLINE_SECONDS
     assert not hanging.store(9), "refused at once while its earlier copy may still write"
 
@@ -63,8 +63,8 @@ def test_a_retrieve_that_hangs_fails_at_its_deadline(
     assert "1 transfers hang" in health["reason"]
 
     agent.let_go("scatter")
-    poll_until(lambda: agent.metric("transfers_hanging") == 0, 5)
+    poll_until(lambda: agent.metric("transfers_hanging") == 0)
     assert agent.get("/healthz")["reason"] == "requests are served"
     assert hanging.store(9)
-    poll_until(lambda: agent.status()["l1"]["pinned_objects"] == 0, 5)
+    poll_until(lambda: agent.status()["l1"]["pinned_objects"] == 0)
     assert agent.stop() == 0

@@ -55,7 +55,7 @@ def test_a_peer_that_closes_is_told_from_a_close_of_our_own(pair: Pair) -> None:
     accepted.close()
     assert copy.close_kind(SILENCE_SECONDS) is CloseKind.OURSELVES
     peer.close()
-    poll_until(lambda: copy.close_kind(SILENCE_SECONDS) is CloseKind.PEER, 5)
+    poll_until(lambda: copy.close_kind(SILENCE_SECONDS) is CloseKind.PEER)
     copy.close()
 
 
@@ -65,7 +65,7 @@ def test_a_reset_is_the_peers_doing(pair: Pair) -> None:
     copy = _copy(accepted)
     accepted.sendall(b"unread")
     peer.close()
-    poll_until(lambda: copy.close_kind(SILENCE_SECONDS) is CloseKind.PEER, 5)
+    poll_until(lambda: copy.close_kind(SILENCE_SECONDS) is CloseKind.PEER)
     copy.close()
 
 
@@ -77,7 +77,7 @@ def test_an_end_long_after_the_last_acknowledgement_is_a_time_out() -> None:
     copy = _copy(accepted)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     peer.close()  # with a reset, so that our end is in CLOSE as after a time-out
-    poll_until(lambda: copy.close_kind(0.0) is CloseKind.TIMED_OUT, 5)
+    poll_until(lambda: copy.close_kind(0.0) is CloseKind.TIMED_OUT)
     assert copy.close_kind(SILENCE_SECONDS) is CloseKind.PEER
     accepted.close()
     copy.close()
@@ -109,7 +109,7 @@ def test_a_peer_that_has_left_is_not_named() -> None:
     copy = _copy(accepted)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     peer.close()
-    poll_until(lambda: copy.peer() is None, 5)
+    poll_until(lambda: copy.peer() is None)
     accepted.close()
     copy.close()
 

@@ -19,10 +19,7 @@ from lmcache_nodeagent.transport.lanes import LanePool
 from lmcache_nodeagent.transport.pools import OrderedPool
 from lmcache_nodeagent.transport.requests import Reply, Request
 from tests.fakes.liveness_parts import connection
-from tests.polling import poll_until
-
-WAIT_SECONDS = 10.0
-"""Far beyond what anything here takes; only a hang reaches it."""
+from tests.polling import PATIENCE_SECONDS, poll_until
 
 
 def request(
@@ -43,13 +40,13 @@ def working(pool: OrderedPool | LanePool, threads: int) -> Iterator[None]:
     finally:
         pool.stop()
         for thread in started:
-            thread.join(WAIT_SECONDS)
+            thread.join(PATIENCE_SECONDS)
     assert not any(thread.is_alive() for thread in started)
 
 
 def test_lanes_run_side_by_side() -> None:
     """As many as there are threads: they meet at a barrier."""
-    meeting = Barrier(3, timeout=WAIT_SECONDS)
+    meeting = Barrier(3, timeout=PATIENCE_SECONDS)
 
     def meet(_: Request) -> None:
         meeting.wait()
@@ -58,7 +55,7 @@ def test_lanes_run_side_by_side() -> None:
     with working(pool, 3):
         for _ in range(3):
             pool.submit(request(connection()))
-        poll_until(lambda: pool.depth() == 0, WAIT_SECONDS)
+        poll_until(lambda: pool.depth() == 0)
     assert not meeting.broken
 
 
@@ -70,7 +67,7 @@ def test_a_lane_that_hangs_holds_up_nobody_else() -> None:
 
     def run(ran: Request) -> None:
         if ran.connection is held:
-            hanging.wait(WAIT_SECONDS)
+            hanging.wait(PATIENCE_SECONDS)
         done[ran.connection.routing_id] += 1
 
     pool = LanePool(run, 1000, monotonic)
@@ -82,10 +79,10 @@ def test_a_lane_that_hangs_holds_up_nobody_else() -> None:
             for other in others:
                 pool.submit(request(other, number))
         pool.after_current(passed.set)
-        poll_until(lambda: sum(done.values()) == 150, WAIT_SECONDS)
+        poll_until(lambda: sum(done.values()) == 150)
         assert (pool.lanes(), pool.depth(), passed.is_set()) == (1, 2, False)
         hanging.set()
-        assert passed.wait(WAIT_SECONDS)
+        assert passed.wait(PATIENCE_SECONDS)
     assert done[held.routing_id] == 2
 
 
@@ -108,7 +105,7 @@ def test_each_lane_keeps_its_order_under_load() -> None:
         for thread in submitters:
             thread.start()
         for thread in submitters:
-            thread.join(WAIT_SECONDS)
+            thread.join(PATIENCE_SECONDS)
     assert [seen[link.routing_id] for link in links] == [list(range(300))] * 8
     assert pool.lanes() == 0
 
@@ -127,7 +124,7 @@ def test_a_stop_drains_what_was_accepted() -> None:
         link, accepted = connection(), 0
         while pool.submit(request(link)):
             accepted += 1
-        stop.join(WAIT_SECONDS)
+        stop.join(PATIENCE_SECONDS)
     assert ran["done"] == accepted
     assert pool.depth() == 0
 
@@ -138,7 +135,7 @@ def test_a_request_has_one_reply_whoever_answers_first(*, late: bool) -> None:
     for _ in range(100):
         replies: list[Reply] = []
         asked = request(connection(), 1, replies.append)
-        start = Barrier(4, timeout=WAIT_SECONDS)
+        start = Barrier(4, timeout=PATIENCE_SECONDS)
         pending = Pending()
         if late:
             pending.when_settled(asked.answer)
@@ -157,7 +154,7 @@ def test_a_request_has_one_reply_whoever_answers_first(*, late: bool) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(WAIT_SECONDS)
+            thread.join(PATIENCE_SECONDS)
         assert len(replies) == 1
 
 
@@ -165,7 +162,7 @@ def test_a_late_answer_meets_its_listener_whichever_comes_first() -> None:
     """Settled and listened to at the same instant."""
     for _ in range(300):
         pending, got = Pending(), list[object]()
-        start = Barrier(2, timeout=WAIT_SECONDS)
+        start = Barrier(2, timeout=PATIENCE_SECONDS)
 
         def settle(late: Pending = pending, gate: Barrier = start) -> None:
             gate.wait()
@@ -175,5 +172,5 @@ def test_a_late_answer_meets_its_listener_whichever_comes_first() -> None:
         thread.start()
         start.wait()
         pending.when_settled(got.append)
-        thread.join(WAIT_SECONDS)
+        thread.join(PATIENCE_SECONDS)
         assert got == [7]

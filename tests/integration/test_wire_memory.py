@@ -20,7 +20,6 @@ from tests.fakes.worker_process import Worker
 from tests.polling import poll_until
 
 MIB = 1 << 20
-LONGEST_PING_SECONDS = 10.0
 """Far beyond what it takes: no ping waits for a thread."""
 
 LARGEST = 4 * MIB
@@ -44,7 +43,7 @@ def stuck() -> Iterator[StubAgent]:
         worker.register()
         agent.hold("gather")
         worker.begin_store(1)
-        poll_until(lambda: agent.holding("gather"), 10)
+        poll_until(lambda: agent.holding("gather"))
         yield agent
         agent.let_go("gather")
 
@@ -65,18 +64,18 @@ def _refused(agent: AgentProcess) -> float:
 def test_large_requests_that_wait_are_bounded(stuck: StubAgent) -> None:
     """200 of a megabyte: two of the largest size wait, the others are answered no meanwhile."""
     data = bytes(MIB - 100)
-    with SteadyPinger(stuck.url, LONGEST_PING_SECONDS), RawDealer(stuck.url) as dealer:
+    with SteadyPinger(stuck.url), RawDealer(stuck.url) as dealer:
         footprint = Footprint(stuck.pid)
         _send(dealer, 200, data)
-        refused = dealer.replies(200 - OF_ONE // MIB, 20)
+        refused = dealer.replies(200 - OF_ONE // MIB)
         assert len(refused) == 200 - OF_ONE // MIB
         assert all(says_no("commit_store", reply) for reply in refused)
-        poll_until(lambda: _refused(stuck) == len(refused), 10, "each is counted")
+        poll_until(lambda: _refused(stuck) == len(refused), "each is counted")
         assert OF_ONE - 8 * 100 < _waiting(stuck, "requests") <= OF_ONE
         footprint.growth_stays_below(OF_ONE + 30 * MIB)
         stuck.let_go("gather")
-        assert len(dealer.replies(OF_ONE // MIB, 20)) == OF_ONE // MIB
-        poll_until(lambda: _waiting(stuck, "requests") == 0, 10)
+        assert len(dealer.replies(OF_ONE // MIB)) == OF_ONE // MIB
+        poll_until(lambda: _waiting(stuck, "requests") == 0)
         footprint.growth_stays_below(30 * MIB)
 
 
@@ -86,11 +85,11 @@ def test_all_clients_together_are_bounded(stuck: StubAgent) -> None:
         dealers = [stack.enter_context(RawDealer(stuck.url)) for _ in range(3)]
         for dealer in dealers[:2]:
             _send(dealer, 8, bytes(MIB - 100))
-        poll_until(lambda: _waiting(stuck, "requests") > IN_ALL - MIB, 10)
+        poll_until(lambda: _waiting(stuck, "requests") > IN_ALL - MIB)
         _send(dealers[2], 1, bytes(MIB))
-        assert says_no("commit_store", dealers[2].reply_to(0, 10))
+        assert says_no("commit_store", dealers[2].reply_to(0))
         assert dealers[2].call("end_session", "r1").refusal is None
-        (record,) = poll_until(lambda: stuck.log_records("request_refused"), 10)
+        (record,) = poll_until(lambda: stuck.log_records("request_refused"))
         assert f"of at most {IN_ALL} for all" in record["detail"]
 
 
@@ -127,7 +126,7 @@ def test_large_replies_that_are_not_read_are_bounded() -> None:
         AgentProcess(*FAST_WINDOWS, *BOUNDS, PICKLE_MODE) as agent,
         WorkerClient(agent.url) as worker,
         RawDealer(agent.url, options) as slow,
-        SteadyPinger(agent.url, LONGEST_PING_SECONDS),
+        SteadyPinger(agent.url),
     ):
         _stored_chunk(worker)
         footprint = Footprint(agent.pid)
@@ -135,16 +134,16 @@ def test_large_replies_that_are_not_read_are_bounded() -> None:
         for _ in range(100):
             slow.request("prepare_retrieve", *frames)
         name = "retrieves_total"
-        poll_until(lambda: counted(agent.http_port, name, ok="true") == 100, 30)
+        poll_until(lambda: counted(agent.http_port, name, ok="true") == 100)
         assert CHUNK_BYTES < _waiting(agent, "unread_replies") <= OF_ONE
         footprint.growth_stays_below(OF_ONE + 30 * MIB)
 
-        replies = slow.replies(100, 30)
+        replies = slow.replies(100)
         assert {reply.uid for reply in replies} == set(range(100))
         refused = [reply for reply in replies if says_no("prepare_retrieve", reply)]
         whole = [reply for reply in replies if len(reply[2]) > CHUNK_BYTES]
         assert len(whole) + len(refused) == 100
         assert refused
-        poll_until(lambda: _refused(agent) == len(refused), 10, "each is counted")
-        poll_until(lambda: _waiting(agent, "unread_replies") == 0, 10)
-        assert len(slow.reply_to(slow.request("prepare_retrieve", *frames), 10)[2]) > CHUNK_BYTES
+        poll_until(lambda: _refused(agent) == len(refused), "each is counted")
+        poll_until(lambda: _waiting(agent, "unread_replies") == 0)
+        assert len(slow.reply_to(slow.request("prepare_retrieve", *frames))[2]) > CHUNK_BYTES

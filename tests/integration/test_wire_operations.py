@@ -26,9 +26,8 @@ from tests.fakes.raw_client import (
 )
 from tests.fakes.worker_process import WorkerProcess
 from tests.fixtures.wire import requests
-from tests.polling import poll_until
+from tests.polling import BUSY_SECONDS, PATIENCE_SECONDS, poll_until
 
-ANSWER_SECONDS = 2.0
 MIB = 1 << 20
 SERVED = {
     "register_kv_cache",
@@ -87,7 +86,7 @@ def test_every_number_and_name_is_answered_once_with_an_empty_body(agent: AgentP
         before = agent.status()["l1"]
         for operation in asked:
             dealer.request(operation)
-        replies = dealer.replies(len(asked), 10)
+        replies = dealer.replies(len(asked))
         assert [reply.uid for reply in replies] == list(range(len(asked)))
         assert dealer.silent()
         names = {known.wire_id: name for name, known in OPERATIONS.items()}
@@ -112,12 +111,12 @@ def test_what_is_no_operation_is_refused_whatever_its_body(
     bodies: list[list[bytes]] = [[], *(requests.frames(known) for known in OPERATIONS)]
     with RawDealer(agent.url) as dealer:
         for body in bodies:
-            reply = dealer.reply_to(dealer.request(operation, *body), ANSWER_SECONDS)
+            reply = dealer.reply_to(dealer.request(operation, *body))
             assert reply.refusal == f"refused: LMCache 0.5.6 has no operation {operation!r}"
         assert dealer.silent()
     wanted = before + len(bodies)
     poll_until(
-        lambda: counted(agent.http_port, name, reason="unknown_operation") == wanted, 5, "counted"
+        lambda: counted(agent.http_port, name, reason="unknown_operation") >= wanted, "counted"
     )
 
 
@@ -134,9 +133,9 @@ def test_every_operation_is_answered_once_by_number_and_by_name(
             uid = dealer.request(spelling, *requests.frames(operation))
             if operation in STREAMS:
                 dealer.send(msgpack.encode(uid), b"", b"cancel")
-            reply = dealer.reply_to(uid, ANSWER_SECONDS)
+            reply = dealer.reply_to(uid)
             if operation in STREAMS and reply.value is not None:  # the first batch was faster
-                reply = dealer.reply_to(uid, ANSWER_SECONDS)
+                reply = dealer.reply_to(uid)
             if operation not in SERVED:
                 assert says_no(operation, reply)
             elif reply.refusal is None:
@@ -150,7 +149,6 @@ def test_every_operation_is_answered_once_by_number_and_by_name(
                 operation=operation,
                 reason="unsupported_operation",
             ),
-            5,
             "it is counted by its name",
         )
 
@@ -166,13 +164,13 @@ def test_a_handler_that_fails_is_answered_once_in_a_form_clients_read_as_failure
         for operation in sorted(SERVED):
             for _ in range(3):
                 uid = dealer.request(operation, *requests.frames(operation))
-                reply = dealer.reply_to(uid, ANSWER_SECONDS)
+                reply = dealer.reply_to(uid)
                 assert says_no(operation, reply), (operation, reply)
         footprint.assert_threads_live()
         assert agent.get("/healthz")["healthy"] is True
         for operation in SERVED:
             failed = partial(counted, agent.http_port, "requests_failed_total", operation=operation)
-            poll_until(lambda: failed() == 3, 5, f"failures of {operation} are counted")  # noqa: B023
+            poll_until(lambda: failed() == 3, f"failures of {operation} are counted")  # noqa: B023
         assert agent.stop() == 0
 
 
@@ -181,7 +179,7 @@ def test_our_own_client_reads_every_failure_as_one() -> None:
     key = CacheKey("m", 1, 0, list(range(256)), 0, 256, "r")
     with (
         AgentProcess(module="tests.fakes.failing_agent", environ={HOW: "raise"}) as agent,
-        WorkerClient(agent.url, timeout_seconds=ANSWER_SECONDS) as client,
+        WorkerClient(agent.url, timeout_seconds=PATIENCE_SECONDS) as client,
     ):
         assert client.store(key, 1, [[0]]) == (b"", False)
         assert client.retrieve(key, 1, [[0]]) == (b"", False)
@@ -211,11 +209,11 @@ def test_requests_that_wait_when_the_agent_stops_are_still_answered(operation: s
         assert dealer.call("no operation").refusal  # what came before has been read
         agent.signal(signal.SIGTERM)
         started = time.monotonic()
-        replies = dealer.replies(20, 10)
+        replies = dealer.replies(20)
         assert [reply.uid for reply in replies] == list(range(20))
         assert all(says_no(operation, reply) for reply in replies)
-        assert agent.process.wait(15) == 0
-        assert time.monotonic() - started < 10
+        assert agent.process.wait(PATIENCE_SECONDS) == 0
+        assert time.monotonic() - started < 10 + BUSY_SECONDS
 
 
 def test_five_thousand_retrieves_for_an_unknown_instance_leave_nothing(
@@ -234,14 +232,14 @@ def test_five_thousand_retrieves_for_an_unknown_instance_leave_nothing(
         for _ in range(50):
             for _ in range(100):
                 dealer.request("retrieve", *frames)
-            replies = dealer.replies(100, 10)
+            replies = dealer.replies(100)
             assert all(says_no("retrieve", reply) for reply in replies)
             answered.update(reply.uid for reply in replies)
         assert len(answered) == 5000
         assert set(answered.values()) == {1}
         footprint.growth_stays_below(20 * MIB)
         # What earlier tests asked may be counted after `before` was read; it is not much.
-        poll_until(lambda: _not_registered(agent) >= before + 5200, 20, "all are counted")
+        poll_until(lambda: _not_registered(agent) >= before + 5200, "all are counted")
 
 
 def test_ways_of_saying_no_are_known_for_every_operation_in_the_table() -> None:

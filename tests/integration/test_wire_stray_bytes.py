@@ -26,7 +26,6 @@ from tests.fakes.raw_client import (
 from tests.polling import poll_until
 
 HANDSHAKE_SECONDS = 10.0
-BUSY_MACHINE_SECONDS = 5.0
 LOG_PERIOD_SECONDS = 60.0
 MIB = 1 << 20
 
@@ -69,8 +68,8 @@ def test_stray_bytes_are_counted_and_disturb_nobody(agent: AgentProcess, data: b
         footprint, before = Footprint(agent.pid), _malformed(agent)
         with RawConnection(agent.port) as stranger:
             stranger.send(data)
-        poll_until(lambda: _malformed(agent) > before, BUSY_MACHINE_SECONDS, "it is counted")
-        footprint.descriptors_return(BUSY_MACHINE_SECONDS)
+        poll_until(lambda: _malformed(agent) > before, "it is counted")
+        footprint.descriptors_return()
         footprint.assert_threads_live()
 
 
@@ -80,8 +79,8 @@ def test_a_thousand_probes_that_connect_and_close_leave_nothing(agent: AgentProc
         footprint, before = Footprint(agent.pid), _malformed(agent)
         for _ in range(1000):
             RawConnection(agent.port).close()
-        poll_until(lambda: _malformed(agent) >= before + 1000, 10, "all are counted")
-        footprint.descriptors_return(BUSY_MACHINE_SECONDS)
+        poll_until(lambda: _malformed(agent) >= before + 1000, "all are counted")
+        footprint.descriptors_return()
         footprint.growth_stays_below(10 * MIB)
 
 
@@ -93,10 +92,10 @@ def test_half_greetings_are_given_up_after_the_handshake_time(agent: AgentProces
         waiting = [RawConnection(agent.port) for _ in range(200)]
         for peer in waiting:
             peer.send(GREETING[:GREETING_SPLIT])
-        poll_until(lambda: footprint.descriptors_now >= footprint.descriptors + 200, 5)
-        footprint.descriptors_return(HANDSHAKE_SECONDS + BUSY_MACHINE_SECONDS)
+        poll_until(lambda: footprint.descriptors_now >= footprint.descriptors + 200)
+        footprint.descriptors_return()
         assert time.monotonic() - started > HANDSHAKE_SECONDS / 2  # slow peers get their time
-        assert all(peer.closed_within(1) for peer in waiting)
+        assert all(peer.is_closed() for peer in waiting)
         for peer in waiting:
             peer.close()
 
@@ -114,12 +113,9 @@ def test_a_frame_beyond_the_size_limit_ends_its_connection(
             peer.send_frames(b"\x00", b"\x16", b"\xc0")
             peer.read_until(frame(b"\x16", more=True) + frame(b"\xc3", more=False))
         peer.send(frame_header(announced))
-        assert peer.closed_within(BUSY_MACHINE_SECONDS)
+        assert peer.is_closed()
         poll_until(
-            lambda: (
-                counted(agent.http_port, "malformed_messages_total", reason="zmtp") == before + 1
-            ),
-            BUSY_MACHINE_SECONDS,
+            lambda: counted(agent.http_port, "malformed_messages_total", reason="zmtp") > before,
             "the end by our side is counted",
         )
         footprint.growth_stays_below(10 * MIB)
@@ -130,7 +126,7 @@ def test_a_message_of_300_mib_is_never_taken_in(agent: AgentProcess) -> None:
     with SteadyPinger(agent.url), RawDealer(agent.url) as dealer:
         footprint, before = Footprint(agent.pid), _malformed(agent)
         dealer.request("commit_store", b"\xc0", b"\x05", bytes(300 * MIB))
-        poll_until(lambda: _malformed(agent) > before, BUSY_MACHINE_SECONDS, "it is counted")
+        poll_until(lambda: _malformed(agent) > before, "it is counted")
         footprint.growth_stays_below(50 * MIB)
 
 
@@ -141,7 +137,7 @@ def test_a_flood_of_one_fault_is_counted_in_full_and_logged_once(agent: AgentPro
         for number in range(500):
             dealer.send(b"only one frame %d" % number)
         assert dealer.silent()
-    poll_until(lambda: _malformed(agent) >= before + 500, BUSY_MACHINE_SECONDS, "all are counted")
+    poll_until(lambda: _malformed(agent) >= before + 500, "all are counted")
     written: dict[tuple[str, str], list[float]] = {}
     for record in agent.log_records("malformed_message"):
         fault = record["peer"].partition(":")[0], record["reason"]
@@ -160,8 +156,8 @@ def test_connections_of_the_oldest_framing_are_forgotten_when_they_close(
     """Libzmq tells no descriptor for them, so no event names them; they must not pile up."""
     with RawConnection(agent.port) as oldest:
         oldest.send(OLDEST_GREETING + b"\x02\x00\x16")
-        poll_until(lambda: agent.status()["connections"] == 1, BUSY_MACHINE_SECONDS)
-    poll_until(lambda: agent.status()["connections"] == 0, 5 + BUSY_MACHINE_SECONDS)
+        poll_until(lambda: agent.status()["connections"] == 1)
+    poll_until(lambda: agent.status()["connections"] == 0)
 
 
 def test_the_oldest_framing_is_served_like_any_other(agent: AgentProcess) -> None:

@@ -72,7 +72,7 @@ def test_no_peer_gets_more_than_half(port: Port) -> None:
     bad = [port.call("127.0.0.9")[0] for _ in range(50)]
     good = [port.call("127.0.0.2")[0] for _ in range(2)]
     for end in bad[2:]:
-        poll_until(lambda end=end: ended(end), 5)  # type: ignore[misc]  # called in this turn
+        poll_until(lambda end=end: ended(end))  # type: ignore[misc]  # called in this turn
     assert not any(map(ended, [*bad[:2], *good]))
     assert port.reasons() == ["peer"] * 48
 
@@ -131,7 +131,7 @@ def test_connections_are_turned_away_when_no_descriptor_is_left(port: Port) -> N
         port.callers.turn_away()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    poll_until(lambda: ended(theirs), 5)
+    poll_until(lambda: ended(theirs))
     assert port.reasons() == ["peer"]
 
 

@@ -76,7 +76,11 @@ class LimitWorld(SlotWorld):
                 stack.enter_context(self.workers.worker_of(self._filler(f"filler-{n}", containers)))
                 for n in range(pods)
             ]
-            poll_until(lambda: all(self.running(pod) for pod in made), _FILL_SECONDS, "fillers")
+            poll_until(
+                lambda: all(self.running(pod) for pod in made),
+                "fillers",
+                patience_seconds=_FILL_SECONDS,
+            )
             yield made
             for pod in made:
                 pod.delete("--ignore-not-found", "--grace-period=1")  # all before the first wait

@@ -18,7 +18,6 @@ from tests.polling import poll_until
 ROOT = Path(__file__).parents[3]
 OPERATOR_NAMESPACE = "lmcache-kube-system"
 
-_SERVED_SECONDS = 30.0
 _ROLL_OUT_SECONDS = 120
 
 
@@ -59,9 +58,7 @@ class RealCluster:
         """Apply the definition of our kind, and wait until kubectl knows it."""
         self.kubectl("apply", "--server-side", "--filename", str(ROOT / "crds"))
         explain = ("explain", f"{PLURAL}.{GROUP}")
-        poll_until(
-            lambda: self.plane.kubectl(*explain).returncode == 0, _SERVED_SECONDS, "our kind"
-        )
+        poll_until(lambda: self.plane.kubectl(*explain).returncode == 0, "our kind")
 
     def install_operator(self) -> None:
         """Apply the manifests, and wait until the operator acts."""

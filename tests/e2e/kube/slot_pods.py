@@ -95,7 +95,7 @@ class SlotWorld:
             (node,) = self.cluster.objects("node", NODE)
             return str(node["status"]["allocatable"].get(self.resource, "0")) == str(count)
 
-        poll_until(offered, SEEN_SECONDS, f"{count} of {self.resource}")
+        poll_until(offered, f"{count} of {self.resource}")
 
     @contextmanager
     def worker(self, name: str, program: str = "engine", **env: str) -> Generator[WorkerPod]:

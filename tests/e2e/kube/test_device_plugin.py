@@ -57,7 +57,7 @@ def test_agents_are_root_with_three_capabilities(world: SlotWorld) -> None:
     assert int(facts["CapBnd"], 16) == int(facts["CapEff"], 16) == allowed
     assert facts["NoNewPrivs"] == "1"
     assert facts["Seccomp"] == "2"  # a filter
-    found = poll_until(lambda: world.condition().get("status") == "True", 60, "the condition")
+    found = poll_until(lambda: world.condition().get("status") == "True", "the condition")
     assert found
     assert world.condition()["reason"] == "PluginRegistered"
 
@@ -71,7 +71,7 @@ def test_a_restricted_worker_stores_and_retrieves(world: SlotWorld, mode: str) -
     name = mode.replace("_", "-")
     with world.worker(name, "slot_engine", **({"MODE": mode} if mode == "shm_pool" else {})) as pod:
         run = pod.started()
-        poll_until(partial(pod.has_said, "exchanged"), 30, "bytes are exchanged")
+        poll_until(partial(pod.has_said, "exchanged"), "bytes are exchanged")
         (said,) = [line for line in pod.said() if line["event"] == "exchanged"]
         assert (said["stored"], said["found"], said["loaded"], said["same"]) == (
             True,
@@ -134,7 +134,7 @@ def test_a_slot_that_changes_hands_at_once(world: SlotWorld) -> None:
         slot = world.instances()[run.instance_id]["slot"]
         its = segments_of(run.process_id)
         with world.workers.worker_of(slot_pod("waits", "slot_engine")) as waiting:
-            words = poll_until(waiting.unschedulable, 60, "the scheduler's message")
+            words = poll_until(waiting.unschedulable, "the scheduler's message")
             print(f"\nthe {SLOTS + 1}rd pod: {words}")
             assert f"Insufficient {RESOURCE}" in words
             pod.delete()
@@ -145,7 +145,7 @@ def test_a_slot_that_changes_hands_at_once(world: SlotWorld) -> None:
             assert run.instance_id not in world.instances()
             assert its
             assert not its & segments_of(second.process_id)
-            poll_until(partial(waiting.has_said, "exchanged"), 30, "bytes are exchanged")
+            poll_until(partial(waiting.has_said, "exchanged"), "bytes are exchanged")
             assert len(world.agents.agent(SERVER).reaps(run.instance_id)) == 1
 
 
@@ -157,7 +157,7 @@ def test_another_pod_uses_an_id_that_it_has_read(world: SlotWorld) -> None:
         owner.annotated(run.instance_id)
         read = owner.annotation()
         with world.worker("thief", "slot_engine", INSTANCE_ID=read) as thief:
-            poll_until(partial(thief.has_said, "refused"), 60, "the thief is refused")
+            poll_until(partial(thief.has_said, "refused"), "the thief is refused")
         refused = world.metric("lmcache_kube_strangers_refused_total{") - before
         print(f"\nrefused {refused:.0f} messages of another pod")
         assert refused > 0
@@ -195,10 +195,10 @@ def test_restarts_are_survived(world: SlotWorld, restart: Restart) -> None:
     """The same path leads to the new agent; the kubelet hands slots out again."""
     pod, run = restart.pod, restart.run
     if restart.what != "kubelet":
-        poll_until(lambda: pod.registrations() > 1, 120, "it registers again")
+        poll_until(lambda: pod.registrations() > 1, "it registers again")
         seconds = time.time() - restart.began_at
         print(f"\nregistered again {seconds:.1f} s after the agent's SIGKILL")
-    poll_until(lambda: run.instance_id in world.instances(), 60, "it is registered")
+    poll_until(lambda: run.instance_id in world.instances(), "it is registered")
     world.agents.wait_ready(SERVER)
     world.wait_allocatable(SLOTS)
     with world.worker(f"comes-after-{restart.what}") as newcomer:
@@ -220,7 +220,7 @@ def test_a_second_server_of_the_name_says_that_it_has_no_resource(world: SlotWor
             began = time.time()
             world.apply(other)
             poll_until(
-                lambda: world.condition(other).get("reason") == "ResourceTaken", 90, "it says so"
+                lambda: world.condition(other).get("reason") == "ResourceTaken", "it says so"
             )
             print(f"\n{time.time() - began:.1f} s: {world.condition(other)['message']}")
             assert world.condition()["reason"] == "PluginRegistered"
@@ -236,7 +236,7 @@ def test_new_pods_wait_while_the_agent_is_away(world: SlotWorld) -> None:
     try:
         world.wait_allocatable(0)
         with world.worker("early") as pod:
-            words = poll_until(pod.unschedulable, 60, "the scheduler's message")
+            words = poll_until(pod.unschedulable, "the scheduler's message")
             assert RESOURCE in words
             world.apply(transport=_FEW_SLOTS)
             began = time.time()

@@ -53,9 +53,9 @@ def test_a_start_waits_for_a_slow_release(world: LimitWorld) -> None:
         )
         assert closed_at - killed_at >= _SLOW_SECONDS
         assert made_at >= closed_at - _TICK_SECONDS
-        poll_until(lambda: world.metric(_STARTS % "released") == before + 1, 30, "it is counted")
+        poll_until(lambda: world.metric(_STARTS % "released") == before + 1, "it is counted")
         assert not its & world.mapped()
-        event = poll_until(partial(_told_on, world, pod.name, "ContainerStartHeld"), 60, "an Event")
+        event = poll_until(partial(_told_on, world, pod.name, "ContainerStartHeld"), "an Event")
         print(f"{event['type']}: {event['message']}")
         assert event["type"] == "Normal"
 
@@ -72,15 +72,13 @@ def test_a_start_does_not_wait_for_ever(world: LimitWorld) -> None:
             made_at = started_at(second.process_id)
             print(f"\nthe next container's process made {made_at - killed_at:.2f} s after SIGKILL")
             assert made_at - killed_at >= _PRESTART_WAIT_SECONDS - _TICK_SECONDS
-            poll_until(lambda: world.metric(_STARTS % "gave_up") == before + 1, 30, "it is counted")
+            poll_until(lambda: world.metric(_STARTS % "gave_up") == before + 1, "it is counted")
             assert its <= world.mapped()
             assert second.instance_id in world.instances()
-            event = poll_until(
-                partial(_told_on, world, pod.name, "ContainerStartHeld"), 60, "an Event"
-            )
+            event = poll_until(partial(_told_on, world, pod.name, "ContainerStartHeld"), "an Event")
             print(f"{event['type']}: {event['message']}")
             assert event["type"] == "Warning"
-        poll_until(lambda: not its & world.mapped(), 60, "the memory is back")
+        poll_until(lambda: not its & world.mapped(), "the memory is back")
         assert second.instance_id in world.instances()
 
 
@@ -90,13 +88,13 @@ def test_the_pod_after_the_last_slot_waits(world: LimitWorld) -> None:
     with world.filled(_FILLERS, _SLOTS // _FILLERS) as fillers:
         ids = [one for pod in fillers for one in world.running(pod)]
         print(f"\n{len(ids)} containers run after {time.monotonic() - began:.1f} s")
-        poll_until(lambda: world.metric('lmcache_kube_slots{state="free"}') == 0, 60, "all taken")
+        poll_until(lambda: world.metric('lmcache_kube_slots{state="free"}') == 0, "all taken")
         sockets = {
             seen_in(pid, "/run/lmcache-kube")["agent.sock"] for pid in _processes(world, ids)
         }
         assert len(ids) == len(sockets) == _SLOTS
         with world.worker("one-more") as pod:
-            words = poll_until(pod.unschedulable, 60, "the scheduler's message")
+            words = poll_until(pod.unschedulable, "the scheduler's message")
             print(f"pod {_SLOTS + 1}: {words}")
             assert f"Insufficient {world.resource}" in words
             fillers[0].delete("--grace-period=1")
@@ -112,10 +110,10 @@ def test_more_shared_memory_than_allowed_is_told_on_the_pod(world: LimitWorld) -
         world.cluster.kubectl(*words)
         began = time.monotonic()
         find = partial(_told_on, world, pod.name, "SharedMemoryExceeded")
-        event = poll_until(find, 60, "an Event")
+        event = poll_until(find, "an Event")
         print(f"\n{time.monotonic() - began:.1f} s: {event['type']}: {event['message']}")
         assert event["type"] == "Warning"
-        poll_until(lambda: world.metric(_EXCEEDED) == 1, 60, "it is counted")
+        poll_until(lambda: world.metric(_EXCEEDED) == 1, "it is counted")
         assert run.instance_id in world.instances()
         assert pod.last_end() == {}
 

@@ -52,7 +52,7 @@ def test_a_killed_container_gives_its_memory_back(served: ServedNamespace) -> No
         second = pod.started(after=run.container_id)
         pod.annotated(second.instance_id)
         assert second.instance_id in served.agent().instances()
-        poll_until(partial(served.told, run.instance_id), 60, "an Event")
+        poll_until(partial(served.told, run.instance_id), "an Event")
         described = pod.describe()
         print(described[described.index("Events:") :])
         assert "WorkerReaped" in described
@@ -80,7 +80,7 @@ def test_a_graceful_end_is_no_reap(served: ServedNamespace) -> None:
         pod.annotated(run.instance_id)
         began = time.time()
         pod.delete()
-        poll_until(lambda: pod.get() is None, 60, "the pod is gone")
+        poll_until(lambda: pod.get() is None, "the pod is gone")
         print(f"\npod gone {time.time() - began:.2f} s after its deletion")
         agent = served.agent()
         assert run.instance_id not in agent.instances()
@@ -95,7 +95,7 @@ def test_a_worker_that_is_being_deleted_lives_until_it_has_ended(served: ServedN
         pod.annotated(run.instance_id)
         began = time.time()
         pod.delete()
-        poll_until(partial(pod.has_said, "told_to_end"), 30, "SIGTERM")
+        poll_until(partial(pod.has_said, "told_to_end"), "SIGTERM")
         assert (pod.get() or {})["metadata"]["deletionTimestamp"]
         agent = served.agent()
         seen_alive = 0
@@ -111,7 +111,7 @@ def test_a_worker_that_is_being_deleted_lives_until_it_has_ended(served: ServedN
             f"{time.time() - ended_at:.2f} s later: {entry['reason']}"
         )
         assert entry["reason"] in KUBELET_PROOFS
-        poll_until(partial(served.told, run.instance_id), 60, "an Event")
+        poll_until(partial(served.told, run.instance_id), "an Event")
 
 
 def test_a_worker_deleted_by_force_is_reaped_once_it_is_dead(served: ServedNamespace) -> None:
@@ -122,7 +122,7 @@ def test_a_worker_deleted_by_force_is_reaped_once_it_is_dead(served: ServedNames
         agent = served.agent()
         began = time.time()
         pod.delete("--force", "--grace-period=0")
-        poll_until(lambda: pod.get() is None, 30, "the object is gone")
+        poll_until(lambda: pod.get() is None, "the object is gone")
         while is_alive(run.process_id):
             assert not agent.reaps(run.instance_id) or not is_alive(run.process_id)
             time.sleep(0.05)
@@ -132,7 +132,7 @@ def test_a_worker_deleted_by_force_is_reaped_once_it_is_dead(served: ServedNames
             f"\nended {ended_at - began:.2f} s after its deletion, reaped "
             f"{time.time() - ended_at:.2f} s later: {entry['reason']}"
         )
-        poll_until(partial(served.told, run.instance_id), 60, "an Event")
+        poll_until(partial(served.told, run.instance_id), "an Event")
 
 
 def test_workers_outlive_their_agent(served: ServedNamespace) -> None:
@@ -143,7 +143,7 @@ def test_workers_outlive_their_agent(served: ServedNamespace) -> None:
             pod.annotated(run.instance_id)
         killed_at = kill(served.agent_process_id())
         for pod in (a, b):
-            poll_until(partial(_registered_again, pod), 90, f"{pod.name} registers again")
+            poll_until(partial(_registered_again, pod), f"{pod.name} registers again")
         print(f"\nboth registered again {time.time() - killed_at:.2f} s after the agent's SIGKILL")
         agent = served.agent()
         assert {run.instance_id for run in runs} <= set(agent.instances())
@@ -168,7 +168,7 @@ def test_the_operator_may_be_away(served: ServedNamespace) -> None:
             second = pod.started(after=run.container_id)
             assert {second.instance_id, spared.instance_id} <= set(served.agent().instances())
             began = time.time()
-        poll_until(partial(served.told, run.instance_id), 60, "an Event")
+        poll_until(partial(served.told, run.instance_id), "an Event")
         pod.annotated(second.instance_id)
         print(f"the operator was called back, and all is told {time.time() - began:.2f} s later")
         assert served.agent().reaps(spared.instance_id) == []
@@ -190,7 +190,7 @@ def test_an_operator_that_is_killed_loses_and_doubles_nothing(served: ServedName
             run = pod.started(after=run.container_id)
         for instance_id in ended:
             what = f"an Event for {instance_id}"
-            poll_until(partial(served.told, instance_id, "LMCacheServer"), 120, what)
+            poll_until(partial(served.told, instance_id, "LMCacheServer"), what)
         pod.annotated(run.instance_id)
         for instance_id in ended:
             (event,) = served.told(instance_id, "LMCacheServer")

@@ -71,7 +71,7 @@ class WorkerPod:
                 return None
             return Run(container_id, pid, said[-1]["instance_id"], said[-1]["at"])
 
-        return poll_until(registered, START_SECONDS, f"{self.name} registers")
+        return poll_until(registered, f"{self.name} registers", patience_seconds=START_SECONDS)
 
     def said(self) -> list[dict[str, Any]]:
         """Return what the engine of the present run has printed."""
@@ -93,7 +93,7 @@ class WorkerPod:
 
     def annotated(self, ids: str) -> float:
         """Wait until the annotation is `ids`; return the moment at which it was seen."""
-        poll_until(lambda: self.annotation() == ids, SEEN_SECONDS, f"{self.name} bears {ids!r}")
+        poll_until(lambda: self.annotation() == ids, f"{self.name} bears {ids!r}")
         return time.time()
 
     def delete(self, *options: str) -> None:
@@ -183,13 +183,11 @@ class ServedNamespace:
             pods = [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
             return pods[0] if len(pods) == 1 else None
 
-        return poll_until(lasting, SEEN_SECONDS, "an agent's pod")
+        return poll_until(lasting, "an agent's pod")
 
     def agent_process_id(self, server: str = SERVER) -> int:
         """Wait for a running agent; return its process, as the node sees it."""
-        return poll_until(
-            lambda: self._process_of(self.agent_pod(server)), SEEN_SECONDS, "an agent runs"
-        )
+        return poll_until(lambda: self._process_of(self.agent_pod(server)), "an agent runs")
 
     def events(self, reason: str) -> list[dict[str, Any]]:
         """Return the Events of a reason."""
@@ -214,7 +212,7 @@ class ServedNamespace:
         where = f"--namespace={OPERATOR_NAMESPACE}"
         self.cluster.kubectl("scale", deployment, where, f"--replicas={count}")
         self.cluster.roll_out(deployment, OPERATOR_NAMESPACE)
-        poll_until(lambda: len(self._operator_pods()) == count, SEEN_SECONDS, "operators")
+        poll_until(lambda: len(self._operator_pods()) == count, "operators")
 
     def operator_process_id(self) -> int:
         """Wait for a running operator; return its process, as the node sees it."""
@@ -223,7 +221,7 @@ class ServedNamespace:
             pods = self._operator_pods()
             return self._process_of(pods[0]) if len(pods) == 1 else None
 
-        return poll_until(running, SEEN_SECONDS, "an operator runs")
+        return poll_until(running, "an operator runs")
 
     def _process_of(self, pod: dict[str, Any]) -> int | None:
         (status,) = pod["status"].get("containerStatuses") or [{"state": {}}]
@@ -245,7 +243,7 @@ class ServedNamespace:
         def entry() -> dict[str, Any] | None:
             return next(iter(agent.reaps(instance_id)), None)
 
-        return poll_until(entry, SEEN_SECONDS, f"instance {instance_id} is reaped")
+        return poll_until(entry, f"instance {instance_id} is reaped")
 
 
 def kill(process_id: int) -> float:
@@ -268,7 +266,7 @@ def mapped_segments(process_id: int) -> list[str]:
 
 def seconds_until(moment: float, happened: Callable[[], object], what: str) -> float:
     """Wait for something; return how long after `moment` it was so."""
-    poll_until(happened, SEEN_SECONDS, what)
+    poll_until(happened, what)
     return time.time() - moment
 
 
