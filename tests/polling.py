@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-PATIENCE_SECONDS = 100.0
+PATIENCE_SECONDS = 200.0
 """After this, what was waited for is taken never to come. Only tests that fail wait so long."""
 
 BUSY_SECONDS = 30.0

@@ -30,10 +30,10 @@ from tests.polling import poll_until
 SERVER = "kv"
 
 PROOF_ONLY: Mapping[str, Any] = {
-    "reapTimeoutSeconds": 300,
-    "hints": {"confirmSeconds": 120, "closeConfirmSeconds": 120},
+    "reapTimeoutSeconds": 600,
+    "hints": {"confirmSeconds": 400, "closeConfirmSeconds": 400},
 }
-"""Windows so long that within a test only proof releases anything."""
+"""Windows longer than the patience of tests: only proof releases anything."""
 
 SMALLEST: Mapping[str, Any] = {
     "reapTimeoutSeconds": 30,

@@ -51,7 +51,7 @@ def test_a_gap_in_the_watch_is_closed(
         pod.delete(grace_seconds=0)
     heir = story.pod("replaced")
     story.worker(heir, 5).wait_registered()
-    story.edit(reaping={**PROOF_ONLY, "reapTimeoutSeconds": 400})
+    story.edit(reaping={**PROOF_ONLY, "reapTimeoutSeconds": 700})
     if manner is not None:
         proxy.expire("/pods", manner)
     proxy.serve()
@@ -63,7 +63,7 @@ def test_a_gap_in_the_watch_is_closed(
     assert manner is None or proxy.has_expired("/pods")
     assert not story.is_hinted(4)
     assert not story.is_hinted(5)
-    poll_until(lambda: settings_follow(story, 400), "the edit is applied")
+    poll_until(lambda: settings_follow(story, 700), "the edit is applied")
     story.assert_live(4, 5)
     lists = [
         call
