@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.dealer import Dealer
+from tests.process_log import ProcessLog
 
 ROOT = Path(__file__).parents[1]
 
@@ -56,7 +56,7 @@ class Server:
         self.ipc_url = f"ipc://{ipc_path}" if ipc_path else ""
         self._http_port = free_port()
         self._l1_bytes = int(l1_gib * 2**30)
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by stop()
+        self._log = ProcessLog()
         command = [
             *_program(name),
             "--host=127.0.0.1",
@@ -71,7 +71,7 @@ class Server:
         environ = {**os.environ, "LMCACHE_DISABLE_BANNER": "1", "LMCACHE_TRACK_USAGE": "false"}
         self.started_at = time.monotonic()
         self._process = subprocess.Popen(
-            command, stdout=self._log, stderr=subprocess.STDOUT, env=environ, cwd=ROOT
+            command, stdout=self._log.fileno(), stderr=subprocess.STDOUT, env=environ, cwd=ROOT
         )
 
     @property
@@ -85,8 +85,7 @@ class Server:
             dealer.send(dealer.request("noop"))
             while dealer.receive(0.1) is None:
                 if self._process.poll() is not None or self._age() > START_SECONDS:
-                    self._log.seek(0)
-                    raise RuntimeError(f"{self.name} did not start:\n{self._log.read()[-3000:]}")
+                    raise RuntimeError(f"{self.name} did not start:\n{self._log.text()[-3000:]}")
         return self._age()
 
     def _age(self) -> float:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -17,6 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from tests.polling import PATIENCE_SECONDS, poll_until
+from tests.process_log import ProcessLog
 
 _OWN_PORTS = (10_000, 32_000)
 
@@ -55,8 +54,7 @@ class OperatorProcess:
             **{k: v for k, v in os.environ.items() if not k.startswith("LMCACHE_KUBE_")},
             "KUBECONFIG": str(kubeconfig),
         }
-        # Appended to: reading moves the position that the process shares.
-        self._log = tempfile.TemporaryFile("a+")  # noqa: SIM115  # closed by close()
+        self._log = ProcessLog()
         self._process: subprocess.Popen[bytes] | None = None
         self._starts_at = 0
 
@@ -65,7 +63,7 @@ class OperatorProcess:
         assert self._process is None or self._process.poll() is not None, "it runs"
         self._starts_at = len(self.log_text())
         self._process = subprocess.Popen(
-            self._command, stdin=subprocess.DEVNULL, stderr=self._log, env=self._environ
+            self._command, stdin=subprocess.DEVNULL, stderr=self._log.fileno(), env=self._environ
         )
         return self
 
@@ -147,14 +145,11 @@ class OperatorProcess:
 
     def log_text(self) -> str:
         """Return everything logged so far, by all starts."""
-        self._log.seek(0)
-        return self._log.read()
+        return self._log.text()
 
     def records(self, event: str) -> list[dict[str, Any]]:
         """Return the log records of one event name since the last start."""
-        lines = self.log_text()[self._starts_at :].splitlines()
-        complete = (line for line in lines if line.startswith("{") and line.endswith("}"))
-        return [record for line in complete if (record := json.loads(line))["event"] == event]
+        return self._log.records(event, self._starts_at)
 
     def kill(self) -> None:
         """SIGKILL, and wait."""

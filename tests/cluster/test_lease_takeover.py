@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -18,6 +16,7 @@ import pytest
 from tests.cluster.api import Api
 from tests.cluster.control_plane import ControlPlane
 from tests.polling import PATIENCE_SECONDS, poll_until
+from tests.process_log import ProcessLog
 
 DURATION_SECONDS = 5
 DEADLINE_SECONDS = 4
@@ -33,7 +32,7 @@ class Candidate:
     def __init__(self, kubeconfig: Path, namespace: str, identity: str, skew: float) -> None:
         times = (DURATION_SECONDS, DEADLINE_SECONDS, RETRY_SECONDS)
         flags = {"kubeconfig": kubeconfig, "namespace": namespace, "identity": identity}
-        self._said = tempfile.TemporaryFile("a+")  # noqa: SIM115  # closed by close()
+        self._said = ProcessLog()
         self.process = subprocess.Popen(
             [
                 sys.executable,
@@ -44,16 +43,14 @@ class Candidate:
                 "--times",
                 *map(str, times),
             ],
-            stdout=self._said,
+            stdout=self._said.fileno(),
             stderr=subprocess.DEVNULL,
             cwd=REPOSITORY,
         )
 
     def said(self) -> list[dict[str, Any]]:
         """Return what it has said so far."""
-        self._said.seek(0)
-        lines = self._said.read().splitlines()
-        return [json.loads(line) for line in lines if line.endswith("}")]
+        return self._said.records()
 
     def holds(self) -> bool:
         """Tell whether it believes that it holds the Lease."""

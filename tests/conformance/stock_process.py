@@ -6,13 +6,13 @@ import json
 import os
 import signal
 import subprocess
-import tempfile
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from tests.leaks import made_for_us
 from tests.polling import PATIENCE_SECONDS
+from tests.process_log import ProcessLog
 
 _ROOT = Path(__file__).parents[2]
 STOCK_PYTHON = _ROOT / ".venvs/stock/bin/python"
@@ -28,12 +28,12 @@ class StockProcess:
     """Starts `stock_client.py`; its commands are the methods of `StockClient`."""
 
     def __init__(self) -> None:
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by close()
+        self._log = ProcessLog()
         self._process = subprocess.Popen(
             [STOCK_PYTHON, "-m", "tests.conformance.stock_client"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._log,
+            stderr=self._log.fileno(),
             text=True,
             env={**os.environ, **_QUIET},
             cwd=_ROOT,
@@ -66,8 +66,7 @@ class StockProcess:
 
     def log_text(self) -> str:
         """Return what the stock code logged so far."""
-        self._log.seek(0)
-        return self._log.read()
+        return self._log.text()
 
     def leave(self) -> None:
         """Have it end by itself, as a program that is done, and wait."""

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any, Self
 
 from tests.leaks import made_for_us
 from tests.polling import PATIENCE_SECONDS, poll_until
+from tests.process_log import ProcessLog
 
 FAST_WINDOWS = (
     "--worker-reap-timeout-seconds=30",
@@ -54,14 +54,18 @@ class AgentProcess:
             *flags,
         ]
         self._environ = {**os.environ, **(environ or {})}
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by close()
+        self._log = ProcessLog()
         self._process: subprocess.Popen[str] | None = None
         self._ready: dict[str, Any] = {}
 
     def start(self) -> Self:
         """Start and wait for the ready line."""
         self._process = subprocess.Popen(
-            self._command, stdout=subprocess.PIPE, stderr=self._log, text=True, env=self._environ
+            self._command,
+            stdout=subprocess.PIPE,
+            stderr=self._log.fileno(),
+            text=True,
+            env=self._environ,
         )
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -164,13 +168,11 @@ class AgentProcess:
 
     def log_text(self) -> str:
         """Return everything logged so far."""
-        self._log.seek(0)
-        return self._log.read()
+        return self._log.text()
 
     def log_records(self, event: str) -> list[dict[str, Any]]:
         """Return the log records of one event name."""
-        records = [json.loads(x) for x in self.log_text().splitlines() if x.startswith("{")]
-        return [record for record in records if record["event"] == event]
+        return self._log.records(event)
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the agent itself."""
