@@ -36,9 +36,8 @@ class ProcessLog:
 
         The last line may be half written.
         """
-        whole, newline, _ = self.text()[starts_at:].rpartition("\n")
-        lines = (whole + newline).splitlines()
-        found = [json.loads(line) for line in lines if line.startswith("{")]
+        whole = self.text()[starts_at:].rpartition("\n")[0]
+        found = [json.loads(line) for line in whole.splitlines() if line.startswith("{")]
         return [record for record in found if not event or record["event"] == event]
 
     def close(self) -> None:

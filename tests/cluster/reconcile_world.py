@@ -88,12 +88,7 @@ class World:
             same = (found.get("status"), found.get("reason")) == (status, reason)
             return found if same else None
 
-        try:
-            return poll_until(right)
-        except AssertionError:
-            raise AssertionError(
-                f"{kind} {status} {reason} never came: {self.server(name)}"
-            ) from None
+        return poll_until(right, lambda: f"{kind} {status} {reason}: {self.server(name)}")
 
     def get(self, kind: str, name: str, namespace: str = "") -> Json | None:
         """Read an object."""

@@ -169,11 +169,10 @@ class Story:
             effective = self.status().get("reaping", {}).get("effective", {})
             return bool(effective.get("nodes", 0) == len(self.nodes))
 
-        try:
-            poll_until(linked)
-        except AssertionError:
-            log = self.operator.log_text()[-5000:]
-            raise AssertionError(f"agents are not linked: {self.status()}: {log}") from None
+        def said() -> str:
+            return f"agents are linked: {self.status()}: {self.operator.log_text()[-5000:]}"
+
+        poll_until(linked, said)
 
     # Worker pods
 
@@ -261,7 +260,7 @@ class Story:
         wanted = sorted(instance_ids)
         poll_until(
             lambda: pod.annotated_ids() == wanted,
-            f"{pod.name} annotated with {wanted}, not {pod.annotated_ids()}",
+            lambda: f"{pod.name} annotated with {wanted}, not {pod.annotated_ids()}",
         )
 
     # What comes of it
@@ -326,7 +325,7 @@ class Story:
             found = self.events(reason)
             return found if len(found) >= count else None
 
-        return poll_until(enough, f"{count} Events {reason}: {self.events(reason)}")
+        return poll_until(enough, lambda: f"{count} Events {reason}: {self.events(reason)}")
 
     def condition(self, kind: str) -> dict[str, Any]:
         """Return one condition of the server, empty if it is not there."""
@@ -340,10 +339,7 @@ class Story:
             status = self.status()
             return status if status and is_so(status) else None
 
-        try:
-            return poll_until(found)
-        except AssertionError:
-            raise AssertionError(f"{what} never came: {self.status()}") from None
+        return poll_until(found, lambda: f"{what}: {self.status()}")
 
     def __enter__(self) -> Self:
         return self

@@ -181,11 +181,11 @@ class Chaos:
                 waits.append(problem)
             return not problem
 
-        try:
-            poll_until(converged)
-        except AssertionError:
+        def said() -> str:
             script = "\n  ".join(self._script)
-            raise AssertionError(f"{waits[-1]}, after:\n  {script}\n{self._logs()}") from None
+            return f"{waits[-1]}, after:\n  {script}\n{self._logs()}"
+
+        poll_until(converged, said)
         seconds = time.monotonic() - began
         if seconds > self.slowest[0]:
             self.slowest = (seconds, waits, self._script)

@@ -21,7 +21,6 @@ from tests.process_log import ProcessLog
 DURATION_SECONDS = 5
 DEADLINE_SECONDS = 4
 RETRY_SECONDS = 0.5
-"""The bound that is promised for the default of 15 s; here it is generous."""
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -130,7 +130,7 @@ def test_an_edit_of_the_settings_reaches_running_agents(story: Story) -> None:
             and effective["nodesInSync"] == 2
         )
 
-    poll_until(in_force, f"settings in force: {story.status()}")
+    poll_until(in_force, lambda: f"settings in force: {story.status()}")
     for node in story.nodes:
         shown = node.agent.status()["worker_liveness"]
         assert shown["reap_timeout_seconds"] == 90

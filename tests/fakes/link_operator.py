@@ -42,8 +42,6 @@ from tests.polling import PATIENCE_SECONDS, poll_until
 TOKEN = "a-token-for-agents"  # noqa: S105  # no secret: the server that takes it ends with the test
 POD = PodRun(namespace="default", name="engine-0", uid="uid-1", container="engine")
 
-"""For what takes a moment: generous, since the machine may be busy."""
-
 _T = TypeVar("_T")
 
 

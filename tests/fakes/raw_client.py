@@ -138,8 +138,8 @@ class RawDealer:
         return self.reply_to(uid)
 
     def reply_to(self, uid: int) -> Frames:
-        """Return the next reply, which must be this request's."""
-        reply = self.receive(PATIENCE_SECONDS)
+        """Return the next reply, which must be this request's; 2 s are promised."""
+        reply = self.receive(2 + BUSY_SECONDS)
         assert reply is not None, f"no reply to request {uid}"
         assert reply.uid == uid, f"reply to {reply.uid!r} instead of {uid}"
         return reply
@@ -202,7 +202,7 @@ class RawConnection:
             data += self._read(1)
         return data
 
-    def is_closed(self) -> bool:
+    def wait_closed(self) -> bool:
         """Wait for the agent to close the connection, reading what it sends until then."""
         self.socket.settimeout(PATIENCE_SECONDS)
         try:
@@ -314,7 +314,7 @@ class Footprint:
         """Wait until no more descriptors are open than at the start."""
         poll_until(
             lambda: self._process.num_fds() <= self.descriptors,
-            f"{self._process.num_fds()} descriptors return to {self.descriptors}",
+            lambda: f"{self._process.num_fds()} descriptors return to {self.descriptors}",
         )
 
     def _rests(self) -> bool:

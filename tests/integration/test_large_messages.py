@@ -104,7 +104,6 @@ def test_a_large_frame_in_the_place_of_a_small_one_is_refused(
         dealer.send(*frames)
         dealer.skip_uids(2)
         uid = dealer.request("noop")
-        replies = iter(
-            lambda: dealer.receive(PATIENCE_SECONDS), None
-        )  # the refusal, where there is one, first
+        # The refusal, where there is one, comes first.
+        replies = iter(lambda: dealer.receive(PATIENCE_SECONDS), None)
         assert next(reply.value for reply in replies if reply.uid == uid) == "OK"

@@ -42,11 +42,13 @@ def agent() -> Iterator[AgentProcess]:
 
 
 def stops_clean(agent: AgentProcess, number: signal.Signals = signal.SIGTERM) -> None:
-    """Signal it; see that it leaves with 0, without region, port or complaint."""
+    """Signal it; see that it leaves in time, with 0, without region, port or complaint."""
     (region,) = regions_of(agent.pid)
     port = agent.port
+    started = time.monotonic()
     agent.signal(number)
     assert agent.process.wait(PATIENCE_SECONDS) == 0
+    assert time.monotonic() - started < STOP_SECONDS + BUSY_SECONDS
     assert not region.exists()
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -17,7 +17,6 @@ from tests.fakes.worker_process import WorkerProcess
 from tests.polling import BUSY_SECONDS, poll_until
 
 CONFIRM = 5.0
-"""For a busy machine; what takes a window takes longer than this."""
 
 LONG_WINDOWS = (
     "--worker-reap-timeout-seconds=600",

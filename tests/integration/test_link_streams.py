@@ -369,9 +369,8 @@ def test_an_operator_with_a_strange_certificate_is_told_nothing(
     operator.announce()
     back_at = time.monotonic()
     operator.stream(2)
-    assert (
-        time.monotonic() - back_at < 15 + BUSY_SECONDS
-    )  # one that says no is left in peace for up to 15 s
+    # One that says no is left in peace for up to 15 s.
+    assert time.monotonic() - back_at < 15 + BUSY_SECONDS
 
 
 def test_an_agent_follows_its_operator_to_another_address(

@@ -39,7 +39,7 @@ def test_a_stray_connection_delays_the_release_of_the_dead_by_its_handshake(data
         with RawConnection(agent.port) as stray:
             stray.send(data)
             assert agent.wait_reaped(5)["reason"] == "connection_closed"
-            assert stray.is_closed()
+            assert stray.wait_closed()
         assert set(agent.instances()) == {6}
 
 

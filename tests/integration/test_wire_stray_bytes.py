@@ -95,7 +95,7 @@ def test_half_greetings_are_given_up_after_the_handshake_time(agent: AgentProces
         poll_until(lambda: footprint.descriptors_now >= footprint.descriptors + 200)
         footprint.descriptors_return()
         assert time.monotonic() - started > HANDSHAKE_SECONDS / 2  # slow peers get their time
-        assert all(peer.is_closed() for peer in waiting)
+        assert all(peer.wait_closed() for peer in waiting)
         for peer in waiting:
             peer.close()
 
@@ -113,7 +113,7 @@ def test_a_frame_beyond_the_size_limit_ends_its_connection(
             peer.send_frames(b"\x00", b"\x16", b"\xc0")
             peer.read_until(frame(b"\x16", more=True) + frame(b"\xc3", more=False))
         peer.send(frame_header(announced))
-        assert peer.is_closed()
+        assert peer.wait_closed()
         poll_until(
             lambda: counted(agent.http_port, "malformed_messages_total", reason="zmtp") > before,
             "the end by our side is counted",
